@@ -1,0 +1,124 @@
+"""Attention of every layer: one latent a token is key and value of all heads (paper 2.3; architecture 3 to 5).
+
+    q_r = rmsnorm(x Wq_a);  q = rope(q_r Wq_b)            N heads of H channels
+    kv  = fp8(rope(rmsnorm(x Wkv)))                       this layer's window row
+    o   = softmax over {window rows} + {selected main entries} + {sink},  K = V
+    y   = (rope^-1(o), each of G head groups through its own block of Wo_a) Wo_b
+
+The four modes differ only in where the selected entries come from:
+
+    window    there are none
+    full      this layer compresses its own input to main entries and index keys, and selects among them
+    reindex   selects anew among the entries of the latest full layer below
+    reuse     takes the entries and the selection that stand
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from dsv41_jax.cache import LayerCache, Span, push_window, window_ids, write_entries
+from dsv41_jax.compressor import Compressor
+from dsv41_jax.config import Config, LayerPlan
+from dsv41_jax.indexer import Indexer
+from dsv41_jax.linear import QuantizedLinear, parameter, product
+from dsv41_jax.norm import RMSNorm
+from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.rope import layer_frequencies, rotate
+from pallas_kernels.sparse_attention import sparse_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Published:
+    """What source layers hand to the layers above: the latest of each stands."""
+
+    main: Float[Array, "B S H"] | None = None
+    index_keys: Float[Array, "B S J"] | None = None
+    selected: Int32[Array, "B T C"] | None = None
+    blocks: Int32[Array, "B T K"] | None = None
+
+
+class Attention(nnx.Module):
+    def __init__(self, cfg: Config, plan: LayerPlan):
+        heads = cfg.expanded_heads
+        self.cfg, self.plan = cfg, plan
+        self.attn_sink = parameter((cfg.num_attention_heads,), jnp.float32, ("heads",))
+        self.wq_a = QuantizedLinear(cfg.q_lora_rank, cfg.hidden_size, ("rank", "width"))
+        self.q_norm = RMSNorm(cfg.q_lora_rank, cfg.rms_norm_eps, "rank")
+        self.wq_b = QuantizedLinear(heads, cfg.q_lora_rank, ("heads", "rank"))
+        self.wkv = QuantizedLinear(cfg.head_dim, cfg.hidden_size, ("latent", "width"))
+        self.kv_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, "latent")
+        self.wo_a = QuantizedLinear(cfg.o_groups * cfg.o_lora_rank, heads // cfg.o_groups, ("groups", "heads"))
+        self.wo_b = QuantizedLinear(cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank, ("width", "groups"))
+        self.compressor = Compressor(cfg, plan.ratio) if plan.owns_kv else None
+        self.indexer = Indexer(cfg, plan) if plan.owns_indexer else None
+
+    def compress(
+        self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, num: Numerics
+    ) -> tuple[LayerCache, dict[str, Array]]:
+        """Full mode: append the entries and index keys of the groups that this call finishes."""
+        assert self.compressor is not None and self.indexer is not None
+        latent, finished, open_kv, open_gate = self.compressor(x, cache, span, num)
+        ratio = self.plan.ratio
+        first = span.start // ratio
+        positions = (first[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)) * ratio
+        entries = num.main(rotate(latent, positions, layer_frequencies(self.cfg, ratio)))
+        keys = self.indexer.keys(latent, positions, num)
+        cache = replace(
+            cache,
+            main=write_entries(cache.main, entries, first, finished),
+            index_keys=write_entries(cache.index_keys, keys, first, finished),
+            open_kv=open_kv,
+            open_gate=open_gate,
+        )
+        return cache, {"latent": latent, "main_kv": entries, "index_keys": keys}
+
+    def project_out(self, o: Float[Array, "B T N H"], num: Numerics) -> Float[Array, "B T D"]:
+        """The block-diagonal Wo_a, whose input the released program does not quantize, then Wo_b."""
+        groups, rank = self.cfg.o_groups, self.cfg.o_lora_rank
+        blocks = self.wo_a.dense(num.dtype).reshape(groups, rank, -1)
+        grouped = o.reshape(*o.shape[:2], groups, -1)
+        low = jnp.stack([cast(product(grouped[:, :, g], blocks[g]), num.dtype) for g in range(groups)], axis=2)
+        return self.wo_b(low.reshape(*o.shape[:2], -1), num)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], published: Published, cache: LayerCache, span: Span, num: Numerics
+    ) -> tuple[Float[Array, "B T D"], Published, LayerCache, dict[str, Array]]:
+        """(output, what now stands published, new cache, taps). x is the normed input."""
+        cfg, taps = self.cfg, {}
+        freqs = layer_frequencies(cfg, self.plan.ratio)
+        q_r = self.q_norm(self.wq_a(x, num), num)
+        q = self.wq_b(q_r, num).reshape(*x.shape[:2], cfg.num_attention_heads, cfg.head_dim)
+        q = rotate(q, span.positions, freqs)
+        kv = num.window(rotate(self.kv_norm(self.wkv(x, num), num), span.positions, freqs))
+        window = jnp.concatenate([cache.window, kv], axis=1)
+        cache = replace(cache, window=push_window(cache.window, kv, span))
+
+        if self.compressor is not None:
+            cache, taps = self.compress(x, cache, span, num)
+            published = replace(published, main=cache.main, index_keys=cache.index_keys)
+        if self.indexer is not None:
+            selected, blocks = self.indexer(x, q_r, published.index_keys, published.blocks, span, num)
+            published = replace(published, selected=selected, blocks=blocks)
+            taps["index_topk"] = selected
+            if self.plan.publishes_candidates:
+                taps["candidate_blocks"] = blocks
+
+        if self.plan.ratio:
+            main, chosen = published.main, published.selected
+        else:
+            main, chosen = kv[:, :0], jnp.zeros((*x.shape[:2], 0), jnp.int32)
+        ids = window_ids(span, cfg.sliding_window)
+        scale = cfg.head_dim**-0.5
+        o, _ = sparse_attention(
+            q, window, ids, main, chosen, self.attn_sink[...], scale=scale, backend=num.backend
+        )
+        o = rotate(cast(o, num.dtype), span.positions, freqs, inverse=True)
+        y = self.project_out(o, num)
+        return y, published, cache, taps | {"attn_out": y}

@@ -1,0 +1,84 @@
+"""One layer on M residual streams: Engram, then the attention site, then the expert site (paper 2.4.1).
+
+    a site:  (pre, post, comb) = coefficients(X)          from X before the sublayer
+             y = sublayer(rmsnorm(sum_m mix[m] X[m]))     mix is the PREVIOUS site's pre
+             X = post * y + comb applied to X;  mix = pre
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32
+
+from dsv41_jax.attention import Attention, Published
+from dsv41_jax.cache import LayerCache, Span
+from dsv41_jax.config import Config, LayerPlan
+from dsv41_jax.engram import Engram, EngramRows
+from dsv41_jax.linear import parameter
+from dsv41_jax.moe import MoE
+from dsv41_jax.norm import RMSNorm
+from dsv41_jax.quant import Numerics, cast
+from pallas_kernels import mhc
+
+
+def hyper_connection(cfg: Config) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
+    """`fn`, `base` and `scale` of one site; they stay float32 whatever the activations are."""
+    count = cfg.hc_mult * (cfg.hc_mult + 2)
+    fn = parameter((count, cfg.hc_mult * cfg.hidden_size), jnp.float32, ("coefficients", "hidden"))
+    base = parameter((count,), jnp.float32, ("coefficients",))
+    return fn, base, parameter((3,), jnp.float32, (None,))
+
+
+class Block(nnx.Module):
+    """`plan` says what the layer is; `experts` of which `per_token` are active are its routed experts."""
+
+    def __init__(self, cfg: Config, plan: LayerPlan, experts: int, per_token: int):
+        self.cfg, self.plan = cfg, plan
+        self.engram = Engram(cfg) if plan.engram_slot is not None else None
+        self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.attn = Attention(cfg, plan)
+        self.ffn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.ffn = MoE(cfg, experts, per_token)
+        self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale = hyper_connection(cfg)
+        self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale = hyper_connection(cfg)
+
+    def coefficients(
+        self, x: Float[Array, "B T M D"], site: str, num: Numerics
+    ) -> tuple[Float32[Array, "B T M"], Float32[Array, "B T M"], Float32[Array, "B T M M"]]:
+        """(pre, post, comb) of this block's `attn` or `ffn` site."""
+        fn, scale, base = (getattr(self, f"hc_{site}_{part}")[...] for part in ("fn", "scale", "base"))
+        cfg = self.cfg
+        sizes = {"iterations": cfg.hc_sinkhorn_iters, "eps": cfg.rms_norm_eps, "hc_eps": cfg.hc_eps}
+        return mhc.coefficients(x, fn, scale, base, **sizes, backend=num.backend)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M D"],
+        mix: Float32[Array, "B T M"],
+        published: Published,
+        cache: LayerCache,
+        span: Span,
+        num: Numerics,
+        *,
+        rows: EngramRows | None = None,
+        image: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"], Published, LayerCache, dict[str, Array]]:
+        """(streams, the mix that the next site collapses them with, what stands published, new cache, taps)."""
+        taps = {}
+        if self.engram is not None:
+            assert rows is not None, f"layer {self.plan.id} reads Engram rows"
+            x, taps = self.engram(x, rows, image, num)
+        if self.plan.draft_feature:
+            taps["draft_feature"] = cast(jnp.mean(x.astype(jnp.float32), axis=-2), num.dtype)
+
+        pre, post, comb = self.coefficients(x, "attn", num)
+        y = self.attn_norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+        taps["attn_in"] = y
+        y, published, cache, attn_taps = self.attn(y, published, cache, span, num)
+        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
+
+        next_mix, post, comb = self.coefficients(x, "ffn", num)
+        y = self.ffn_norm(cast(mhc.collapse(x, pre, backend=num.backend), num.dtype), num)
+        y, ffn_taps = self.ffn(y, image, num)
+        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
+        taps |= attn_taps | ffn_taps | {"pre_mix": next_mix, "out": x}
+        return x, next_mix, published, cache, taps

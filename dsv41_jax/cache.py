@@ -1,0 +1,136 @@
+"""What a sequence remembers: a pytree that goes into every step and comes out new (paper 3.2; architecture 12).
+
+    window      ring of W latent rows a layer; position p stands in slot p % W
+    main        compressed entries of a Full layer, entry j at row j, S = capacity / ratio rows
+    index_keys  their index keys
+    open_kv,    the tokens of a Full layer's unfinished group (ratio - 1 rows, float32, before the gate's softmax)
+      open_gate
+    history     the last compressed token ids for Engram, newest last; -1: none (before the start, or behind an image)
+    length      tokens seen, for each row of the batch
+
+Rows of a batch may have different lengths. A call of T tokens carries `count` live ones a row; the rest is padding on
+the right, computes values that nobody reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from dsv41_jax.config import Config
+from dsv41_jax.quant import Numerics
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's state; only Full layers have more than the window."""
+
+    window: Float[Array, "B W H"]
+    main: Float[Array, "B S H"] | None = None
+    index_keys: Float[Array, "B S J"] | None = None
+    open_kv: Float32[Array, "B rest H"] | None = None
+    open_gate: Float32[Array, "B rest H"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """The state of a batch of sequences, of fixed `capacity` in tokens."""
+
+    length: Int32[Array, " B"]
+    history: Int32[Array, "B past"]
+    layers: tuple[LayerCache, ...]
+    capacity: int = field(metadata={"static": True})
+
+    def copy(self) -> Cache:
+        """An independent copy: `Model.step` consumes the cache it is given, so copy before you fork."""
+        return jax.tree.map(jnp.copy, self)
+
+    def take(self, rows: Int32[Array, " K"]) -> Cache:
+        """The cache of `rows` of this batch, in that order; rows may repeat."""
+        return jax.tree.map(lambda leaf: jnp.take(leaf, jnp.asarray(rows), axis=0, mode="clip"), self)
+
+
+def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
+    """Empty caches for `batch` sequences of at most `capacity` tokens; no two leaves share a buffer."""
+    for name, value, most in (("batch", batch, 1 << 20), ("capacity", capacity, cfg.max_position_embeddings)):
+        if not 1 <= value <= most:
+            raise ValueError(f"{name}: {value} is not in 1..{most}")
+
+    def layer(ratio: int, owns_kv: bool) -> LayerCache:
+        window = jnp.zeros((batch, cfg.sliding_window, cfg.head_dim), num.dtype)
+        if not owns_kv:
+            return LayerCache(window)
+        entries, rest = capacity // ratio, (batch, ratio - 1, cfg.head_dim)
+        return LayerCache(
+            window,
+            jnp.zeros((batch, entries, cfg.head_dim), num.dtype),
+            jnp.zeros((batch, entries, cfg.index_head_dim), num.dtype),
+            jnp.zeros(rest, jnp.float32),
+            jnp.zeros(rest, jnp.float32),
+        )
+
+    past = max(cfg.engram_max_ngram_size - 1, 0)
+    return Cache(
+        jnp.zeros((batch,), jnp.int32),
+        jnp.full((batch, past), -1, jnp.int32),
+        tuple(layer(plan.ratio, plan.owns_kv) for plan in cfg.layers),
+        capacity,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one call: row b holds positions start[b] .. start[b] + count[b] - 1, then padding."""
+
+    start: Int32[Array, " B"]
+    count: Int32[Array, " B"]
+    positions: Int32[Array, "B T"]
+
+    @classmethod
+    def after(cls, length: Int32[Array, " B"], count: Int32[Array, " B"], tokens: int) -> Span:
+        """The `count` tokens that follow `length` earlier ones, in arrays padded to `tokens`."""
+        return cls(length, count, length[:, None] + jnp.arange(tokens, dtype=jnp.int32))
+
+    @property
+    def end(self) -> Int32[Array, " B"]:
+        return self.start + self.count
+
+
+def window_ids(span: Span, window: int) -> Int32[Array, "B T W"]:
+    """Rows of [ring, this call's rows] that each query sees: itself and the W - 1 positions before it; -1: none."""
+    seen = span.positions[..., None] - jnp.arange(window - 1, -1, -1, dtype=jnp.int32)
+    start = span.start[:, None, None]
+    ids = jnp.where(seen < start, seen % window, window + seen - start)
+    return jnp.where(seen < 0, -1, ids)
+
+
+def push_window(ring: Float[Array, "B W H"], new: Float[Array, "B T H"], span: Span) -> Float[Array, "B W H"]:
+    """The ring after this call: slot s holds the newest position p with p % W == s. Gathers, so that it cannot write
+    a slot twice."""
+    window = ring.shape[1]
+    last = span.end[:, None] - 1
+    position = last - (last - jnp.arange(window, dtype=jnp.int32)) % window
+    row = jnp.clip(position - span.start[:, None], 0, new.shape[1] - 1)
+    fresh = jnp.take_along_axis(new, row[..., None], axis=1)
+    return jnp.where((position >= span.start[:, None])[..., None], fresh, ring)
+
+
+def write_entries(
+    store: Shaped[Array, "B S X"], new: Shaped[Array, "B K X"], first: Int32[Array, " B"], count: Int32[Array, " B"]
+) -> Shaped[Array, "B S X"]:
+    """Put the first `count` rows of `new` at rows first, first + 1, ...; rows past the capacity are dropped, never
+    shifted or clamped onto live ones (`Model.step` raises before that can happen)."""
+    number = jnp.arange(new.shape[1], dtype=jnp.int32)
+    slots = jnp.where(number < count[:, None], first[:, None] + number, store.shape[1])
+    return jax.vmap(lambda rows, slot, value: rows.at[slot].set(value, mode="drop"))(store, slots, new)
+
+
+def with_layers(cache: Cache, layers: list[LayerCache], count: Int32[Array, " B"]) -> Cache:
+    """The cache after `count` more tokens a row."""
+    return replace(cache, layers=tuple(layers), length=cache.length + count)

@@ -1,0 +1,66 @@
+"""The compressor of a Full layer: every `ratio` tokens become one latent (paper 2.3; architecture 4).
+
+    ratio 1:  latent_t = rmsnorm(x_t Wkv)
+    ratio r:  latent_j = rmsnorm(sum_i softmax_i(x_i Wgate) * (x_i Wkv)),  i = r j .. r j + r - 1, channel by channel
+
+Groups do not overlap and carry no positional bias. The tokens of an unfinished group wait in the cache.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from dsv41_jax.cache import LayerCache, Span
+from dsv41_jax.config import Config
+from dsv41_jax.linear import Linear, product_f32
+from dsv41_jax.norm import RMSNorm
+from dsv41_jax.quant import Numerics, cast
+
+
+def group_positions(span: Span, ratio: int, tokens: int) -> tuple[Int32[Array, "B K r"], Bool[Array, "B K"]]:
+    """Positions of the groups that a call of `tokens` may finish, the open one first, and which it does finish."""
+    most = -(-(tokens + ratio - 1) // ratio)
+    group = (span.start // ratio)[:, None] + jnp.arange(most, dtype=jnp.int32)
+    position = group[..., None] * ratio + jnp.arange(ratio, dtype=jnp.int32)
+    return position, position[..., -1] < span.end[:, None]
+
+
+def rows_at(
+    waiting: Float32[Array, "B rest H"], new: Float32[Array, "B T H"], position: Int32[Array, "B K r"], span: Span
+) -> Float32[Array, "B K r H"]:
+    """Rows of this call at `position`, and of the open group where that lies before it."""
+    rest = waiting.shape[1]
+    start = span.start[:, None, None]
+    row = jnp.where(position < start, position - start // (rest + 1) * (rest + 1), rest + position - start)
+    row = jnp.clip(row, 0, rest + new.shape[1] - 1)
+    return jax.vmap(lambda rows, index: rows[index])(jnp.concatenate([waiting, new], axis=1), row)
+
+
+def pool(kv: Float32[Array, "*lead r H"], gate: Float32[Array, "*lead r H"]) -> Float32[Array, "*lead H"]:
+    """sum_i softmax_i(gate) * kv over a group, each channel with weights of its own."""
+    return jnp.sum(jax.nn.softmax(gate, axis=-2) * kv, axis=-2)
+
+
+class Compressor(nnx.Module):
+    def __init__(self, cfg: Config, ratio: int):
+        self.ratio = ratio
+        self.wkv = Linear(cfg.head_dim, cfg.hidden_size, ("latent", "width"))
+        self.wgate = Linear(cfg.head_dim, cfg.hidden_size, ("latent", "width")) if ratio > 1 else None
+        self.norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, "latent")
+
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, num: Numerics
+    ) -> tuple[Float[Array, "B K H"], Int32[Array, " B"], Float32[Array, "B rest H"], Float32[Array, "B rest H"]]:
+        """(latents, how many of them are finished, kv and gate rows that wait). Latent k is entry start // ratio + k."""
+        if self.wgate is None:
+            return self.norm(self.wkv(x, num), num), span.count, cache.open_kv, cache.open_gate
+        kv, gate = (product_f32(x, w.weight[...]) for w in (self.wkv, self.wgate))
+        position, finished = group_positions(span, self.ratio, x.shape[1])
+        grouped = (rows_at(cache.open_kv, kv, position, span), rows_at(cache.open_gate, gate, position, span))
+        latent = self.norm(cast(pool(*grouped), num.dtype), num)
+        open_position = (span.end // self.ratio * self.ratio)[:, None, None]
+        open_position = open_position + jnp.arange(self.ratio - 1, dtype=jnp.int32)[:, None]
+        waiting = [rows_at(w, n, open_position, span)[:, :, 0] for w, n in ((cache.open_kv, kv), (cache.open_gate, gate))]
+        alive = (open_position[..., 0] < span.end[:, None])[..., None]
+        return latent, jnp.sum(finished, axis=1, dtype=jnp.int32), *(jnp.where(alive, w, 0.0) for w in waiting)

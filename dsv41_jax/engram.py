@@ -1,0 +1,223 @@
+"""Engram: rows of a huge table, found by hashing the last tokens, gated into the streams (paper 2.4.2; facts 3).
+
+    id_t       compressed id of token t: equal for tokens whose normalized text is equal
+    r_n        XOR over s < n of id_{t-s} * multiplier_s                               64-bit integers
+    row        r_n mod prime[n, head] + offset[n, head]                                n = 2.., heads of each
+    key, value (rows of all n and heads, side by side) Wkv                             M keys and one value of width D
+    d_m        sum(X_m q_m k_m key_m) rsqrt(mean X_m^2 + eps) rsqrt(mean key_m^2 + eps) D^-0.5
+    gate_m     sigmoid(sign(d_m) sqrt(max(|d_m|, 1e-6)));   X_m += gate_m * value
+
+Ids before the start, and at or behind an image token, count as the pad token's; once one look-back is blocked all
+longer ones are. Products exceed 2^62, and JAX has 32-bit integers by default: hashing is NumPy on the host, where the
+tables are too. Only the rows that a call needs reach the device, as the bytes of the checkpoint.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32, Int64, UInt8
+from tokenizers import Regex, Tokenizer, normalizers
+
+from dsv41_jax.config import Config, ConfigError
+from dsv41_jax.linear import QuantizedLinear, parameter
+from dsv41_jax.quant import Numerics, cast
+from pallas_kernels.formats import e8m0_value
+
+NONE = -1  # in a history: no token there, or one at or behind an image
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the hashes of one Engram layer point: `multipliers` [n], `primes` and `offsets` [(n - 1) * heads]."""
+
+    multipliers: Int64[np.ndarray, " n"]
+    primes: Int64[np.ndarray, " columns"]
+    offsets: Int64[np.ndarray, " columns"]
+
+    @property
+    def rows(self) -> int:
+        return int(self.primes.sum())
+
+
+@lru_cache(maxsize=8)
+def layouts(cfg: Config) -> tuple[Layout, ...]:
+    """The layout of each Engram layer, derived and checked against engram_num_embeddings.
+
+    Layer by layer, each n-gram size restarts at engram_vocab_size - 1 and takes the next primes that nobody has taken.
+    Multipliers are odd draws of numpy's default_rng(10007 * layer).
+    """
+    taken: set[int] = set()
+    found = []
+    for slot, layer in enumerate(cfg.engram_layer_ids):
+        primes = []
+        for _ in range(cfg.engram_max_ngram_size - 1):
+            n = cfg.engram_vocab_size - 1
+            for _ in range(cfg.engram_n_heads):
+                n += 1
+                while n in taken or not _is_prime(n):
+                    n += 1
+                taken.add(n)
+                primes.append(n)
+        most = np.iinfo(np.int64).max // cfg.engram_compressed_vocab_size // 2
+        draws = np.random.default_rng(10007 * layer).integers(0, most, cfg.engram_max_ngram_size, np.int64)
+        array = np.array(primes, np.int64)
+        layout = Layout(draws * 2 + 1, array, np.cumsum(array) - array)
+        if layout.rows != cfg.engram_num_embeddings[slot]:
+            given = f"text_config.engram_num_embeddings: {cfg.engram_num_embeddings[slot]} for layer {layer}"
+            raise ConfigError(f"{given} is not {layout.rows}, the sum of its primes")
+        found.append(layout)
+    return tuple(found)
+
+
+_LONE_SPACE = "\ue000"
+_NORMALIZER = normalizers.Sequence(
+    [
+        normalizers.NFKC(),
+        normalizers.NFD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+        normalizers.Replace(Regex(r"^ $"), _LONE_SPACE),
+        normalizers.Strip(),
+        normalizers.Replace(_LONE_SPACE, " "),
+    ]
+)
+
+
+def compressed_ids(tokenizer: Tokenizer, cfg: Config) -> Int32[np.ndarray, " V"]:
+    """The compressed id of every token: tokens of equal normalized text share one, numbered by first appearance.
+
+    A token that is part of a UTF-8 sequence counts by its vocabulary string, one whose text normalizes to nothing by
+    its text. Raises ConfigError when the tokenizer does not have the config's vocabulary or number of ids.
+    """
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if size < cfg.vocab_size:
+        raise ConfigError(f"text_config.vocab_size: {cfg.vocab_size} exceeds the tokenizer's {size} tokens")
+    seen: dict[str, int] = {}
+    ids = np.empty(cfg.vocab_size, np.int32)
+    for token in range(cfg.vocab_size):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        key = tokenizer.id_to_token(token) if "\ufffd" in text else _NORMALIZER.normalize_str(text) or text
+        ids[token] = seen.setdefault(key, len(seen))
+    if len(seen) != cfg.engram_compressed_vocab_size:
+        given = f"text_config.engram_compressed_vocab_size: {cfg.engram_compressed_vocab_size}"
+        raise ConfigError(f"{given} is not {len(seen)}, the number of ids that the tokenizer gives")
+    return ids
+
+
+def look_back(
+    ids: Int32[np.ndarray, "B T"], history: Int32[np.ndarray, "B past"], pad: int
+) -> Int64[np.ndarray, "B T n"]:
+    """id_{t-s} for s = 0..past, where `ids` and `history` hold NONE for what may not be seen; blocked ones are `pad`."""
+    past, tokens = history.shape[1], ids.shape[1]
+    line = np.concatenate([history, ids], axis=1).astype(np.int64)
+    back = np.stack([line[:, past - s : past - s + tokens] for s in range(past + 1)], axis=-1)
+    blocked = np.logical_or.accumulate(back == NONE, axis=-1)
+    return np.where(blocked, pad, back)
+
+
+def hash_rows(back: Int64[np.ndarray, "B T n"], layout: Layout) -> Int64[np.ndarray, "B T columns"]:
+    """Table rows of each position, 2-grams first, heads within each."""
+    products = back * layout.multipliers
+    rolling = np.bitwise_xor.accumulate(products, axis=-1)[..., 1:]
+    primes = layout.primes.reshape(rolling.shape[-1], -1)
+    rows = rolling[..., None] % primes + layout.offsets.reshape(primes.shape)
+    return rows.reshape(*back.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One layer's rows on the host, usually memory-mapped: E4M3 bytes [rows, width] and E8M0 bytes [rows, width/32]."""
+
+    weight: UInt8[np.ndarray, "rows width"]
+    scale: UInt8[np.ndarray, "rows groups"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EngramRows:
+    """What a call needs of one table: the row of each column, as stored, and which positions may use it."""
+
+    weight: UInt8[Array, "B T columns width"]
+    scale: UInt8[Array, "B T columns groups"]
+    ids: Int32[Array, "B T columns"]
+
+
+class Memory:
+    """The host side of Engram: token map, layouts and tables, and the lookup that `Model.step` makes."""
+
+    def __init__(self, cfg: Config, token_map: Int32[np.ndarray, " V"], tables: tuple[Table, ...]):
+        self.token_map, self.tables, self.layouts = token_map, tables, layouts(cfg)
+        self.pad = int(token_map[cfg.engram_pad_token_id])
+
+    def read(
+        self,
+        tokens: Int32[np.ndarray, "B T"],
+        count: Int32[np.ndarray, " B"],
+        history: Int32[np.ndarray, "B past"],
+        image: Bool[np.ndarray, "B T"] | None = None,
+    ) -> tuple[tuple[EngramRows, ...], Int32[np.ndarray, "B past"]]:
+        """(rows of each table, the history after `count` tokens). Positions where `image` is set block what follows."""
+        ids = self.token_map[tokens]
+        if image is not None:
+            ids = np.where(image, NONE, ids)
+        back = look_back(ids, history, self.pad)
+        rows = []
+        for layout, table in zip(self.layouts, self.tables, strict=True):
+            at = hash_rows(back, layout)
+            rows.append(EngramRows(table.weight[at], table.scale[at], at.astype(np.int32)))
+        line = np.concatenate([history, ids], axis=1)
+        newest = count[:, None] + np.arange(history.shape[1])
+        return tuple(rows), np.take_along_axis(line, newest, axis=1).astype(np.int32)
+
+
+def gates(
+    x: Float[Array, "B T M D"],
+    key: Float[Array, "B T M D"],
+    q_weight: Float[Array, "M D"],
+    k_weight: Float[Array, "M D"],
+    *,
+    eps: float,
+) -> Float32[Array, "B T M"]:
+    """gate_m, in float32. -0 counts as negative; the gradient at d = 0 is zero, not infinite."""
+    x, key = x.astype(jnp.float32), key.astype(jnp.float32)
+    weight = q_weight.astype(jnp.float32) * k_weight.astype(jnp.float32)
+    rms = [jax.lax.rsqrt(jnp.mean(v * v, axis=-1) + eps) for v in (x, key)]
+    d = jnp.sum(x * weight * key, axis=-1) * rms[0] * rms[1] * x.shape[-1] ** -0.5
+    return jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(d), 1e-6)), d))
+
+
+class Engram(nnx.Module):
+    """The device side: `wkv`, `q_weight`, `k_weight`. The table `embed` of the checkpoint stays with `Memory`."""
+
+    def __init__(self, cfg: Config):
+        streams, width = cfg.hc_mult, cfg.hidden_size
+        self.eps = cfg.rms_norm_eps
+        self.wkv = QuantizedLinear((streams + 1) * width, cfg.engram_columns * cfg.engram_head_dim, ("width", "ngram"))
+        self.q_weight = parameter((streams, width), jnp.bfloat16, ("streams", "width"))
+        self.k_weight = parameter((streams, width), jnp.bfloat16, ("streams", "width"))
+
+    def __call__(
+        self, x: Float[Array, "B T M D"], rows: EngramRows, image: Bool[Array, "B T"] | None, num: Numerics
+    ) -> tuple[Float[Array, "B T M D"], dict[str, Array]]:
+        """(streams with the memory added, taps). Image positions stay as they are."""
+        values = jax.lax.bitcast_convert_type(rows.weight, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = values * jnp.repeat(e8m0_value(rows.scale), 32, axis=-1)
+        embedded = cast(values, num.dtype).reshape(*values.shape[:2], -1)
+        streams, width = x.shape[-2:]
+        kv = self.wkv(embedded, num).reshape(*x.shape[:2], streams + 1, width)
+        key, value = kv[..., :streams, :], kv[..., streams:, :]
+        gate = gates(x, key, self.q_weight[...], self.k_weight[...], eps=self.eps)
+        if image is not None:
+            gate = jnp.where(image[..., None], 0.0, gate)
+        out = cast(x.astype(jnp.float32) + gate[..., None] * value.astype(jnp.float32), num.dtype)
+        return out, {"engram_hash_ids": rows.ids, "engram_gate": gate, "engram_out": out}

@@ -1,0 +1,96 @@
+"""The model: parameters, and the forward pass as a pure function of them (paper section 2; architecture 0).
+
+Prefill, a chunk of a prefill and a decode step are this one function with a different T.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float32, Int32
+
+from dsv41_jax.attention import Published
+from dsv41_jax.block import Block
+from dsv41_jax.cache import Cache, Span, with_layers
+from dsv41_jax.config import Config
+from dsv41_jax.dspark import DraftStage
+from dsv41_jax.engram import EngramRows
+from dsv41_jax.linear import Linear, product_f32
+from dsv41_jax.norm import RMSNorm
+from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.vision import Aligner, Vision, delimiter
+from pallas_kernels import mhc
+
+
+class Transformer(nnx.Module):
+    """All parameters that live on devices, under the checkpoint's names. Engram tables stay on the host."""
+
+    def __init__(self, cfg: Config):
+        self.embed = Linear(cfg.vocab_size, cfg.hidden_size, ("vocab", "width"))
+        experts, per_token = cfg.n_routed_experts, cfg.num_experts_per_tok
+        self.layers = nnx.List([Block(cfg, plan, experts, per_token) for plan in cfg.layers])
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.head = Linear(cfg.vocab_size, cfg.hidden_size, ("vocab", "width"))
+        self.mtp = nnx.List([DraftStage(cfg, stage) for stage in range(cfg.num_nextn_predict_layers)])
+        if cfg.has_vision:
+            self.vision, self.aligner = Vision(cfg), Aligner(cfg)
+            self.image_start, self.image_newline, self.image_end = (delimiter(cfg) for _ in range(3))
+
+
+def forward(
+    params: Transformer,
+    tokens: Int32[Array, "B T"],
+    cache: Cache,
+    cfg: Config,
+    *,
+    num: Numerics,
+    count: Int32[Array, " B"] | None = None,
+    rows: Sequence[EngramRows] = (),
+    image: Bool[Array, "B T"] | None = None,
+    last_only: bool = False,
+) -> tuple[Float32[Array, "B T_out V"], Cache, dict[str, Array]]:
+    """(logits, the cache after these tokens, every intermediate by name). Pure; compile it with `jax.jit`.
+
+    `count` says how many of the T tokens of each row are live (default: all); the rest is padding on the right.
+    `rows` are the Engram rows of the call (`engram.Memory.read`), one record a layer that has them. `last_only`
+    gives the logits of each row's last live position instead of all T. What is not asked for of the intermediates
+    costs nothing under jit.
+    """
+    batch, width = tokens.shape
+    count = jnp.full((batch,), width, jnp.int32) if count is None else count
+    span = Span.after(cache.length, count, width)
+    h = cast(params.embed.weight[...][tokens], num.dtype)
+    x = jnp.broadcast_to(h[:, :, None], (batch, width, cfg.hc_mult, cfg.hidden_size))
+    mix = jnp.zeros((batch, width, cfg.hc_mult), jnp.float32).at[..., 0].set(1.0)
+    published, layers, taps = Published(), [], {}
+
+    for plan, block, state in zip(cfg.layers, params.layers, cache.layers, strict=True):
+        memory = None if plan.engram_slot is None else rows[plan.engram_slot]
+        x, mix, published, state, seen = block(x, mix, published, state, span, num, rows=memory, image=image)
+        layers.append(state)
+        taps |= {f"layers.{plan.id}.{name}": value for name, value in seen.items()}
+
+    if last_only:
+        newest = jnp.maximum(count - 1, 0)[:, None, None]
+        x = jnp.take_along_axis(x, newest[..., None], axis=1)
+        mix = jnp.take_along_axis(mix, newest, axis=1)
+    hidden = params.norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+    taps["final_norm"] = hidden
+    features = [taps[f"layers.{layer}.draft_feature"] for layer in cfg.dspark_target_layer_ids]
+    if features:
+        taps["main_hidden"] = jnp.concatenate(features, axis=-1)
+    return product_f32(hidden, params.head.weight[...]), with_layers(cache, layers, count), taps
+
+
+def abstract_parameters(cfg: Config) -> Transformer:
+    """The parameter tree as shapes and dtypes: nothing is allocated, whatever the size."""
+    return nnx.eval_shape(lambda: Transformer(cfg))
+
+
+def parameter_count(params: Transformer) -> int:
+    """Logical parameters: two for every byte of packed FP4, none for a scale."""
+    total = 0
+    for path, leaf in nnx.to_flat_state(nnx.state(params)):
+        if path[-1] != "scale":
+            total += leaf.size * (2 if leaf.dtype == jnp.uint8 else 1)
+    return total

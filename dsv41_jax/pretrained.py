@@ -1,0 +1,264 @@
+"""`Model`: a checkpoint made runnable. Host work (checks, Engram lookups, padding) around the compiled forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float32, Int32
+from tokenizers import Tokenizer
+
+from dsv41_jax import generate as generation
+from dsv41_jax.cache import Cache, init_cache
+from dsv41_jax.checkpoint import Checkpoint, CheckpointError, Progress, load
+from dsv41_jax.config import Config
+from dsv41_jax.engram import Memory, compressed_ids
+from dsv41_jax.model import Transformer, forward
+from dsv41_jax.quant import numerics as numerics_named
+
+# Taps whose second axis counts compressed entries; that of all others counts tokens.
+ENTRY_TAPS = ("latent", "main_kv", "index_keys")
+
+
+class Model:
+    """DeepSeek-V4.1-Flash, or any model of its config, as a function from tokens to logits.
+
+    >>> model = Model.from_pretrained("tiny", numerics="float32")
+    >>> logits, seen = model([[0, 3, 40, 41]], taps=["layers.3.index_topk"])
+    >>> logits.shape, seen["layers.3.index_topk"][0, 3].tolist()
+    ((1, 4, 288), [0, 1, -1, -1, -1, -1, -1, -1])
+    >>> cache = model.init_cache(batch=1, capacity=16)
+    >>> first, cache = model.step([[0, 3, 40]], cache)
+    >>> last, cache = model.step([[41]], cache)
+    >>> bool(jnp.allclose(last[0, 0], logits[0, 3], atol=1e-4)), int(cache.length[0])
+    (True, 4)
+    >>> len(model.generate([[0, 3, 40, 41]], 5)[0])
+    5
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: Transformer,
+        *,
+        numerics: str = "reference",
+        backend: str = "xla",
+        memory: Memory | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        if config.engram_layer_ids and memory is None:
+            raise ValueError(f"memory: None, but layers {config.engram_layer_ids} read Engram tables")
+        self.config, self.params, self.memory, self.tokenizer = config, params, memory, tokenizer
+        self.numerics = numerics_named(numerics, backend)
+        self._leaves, structure = jax.tree.flatten(params)
+
+        @partial(jax.jit, static_argnames=("taps", "last_only"), donate_argnames="cache")
+        def step(
+            leaves: list[Array], tokens: Array, count: Array, rows: Any, cache: Cache, taps: tuple, last_only: bool
+        ) -> tuple[Array, Cache, dict[str, Array]]:
+            tree = structure.unflatten(leaves)
+            logits, cache, seen = forward(
+                tree, tokens, cache, config, num=self.numerics, count=count, rows=rows, last_only=last_only
+            )
+            unknown = [name for name in taps if name not in seen]
+            if unknown:
+                raise ValueError(f"taps: {unknown[0]!r} is not one of {', '.join(seen)}")
+            return logits, cache, {name: seen[name] for name in taps}
+
+        self._step = step
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_name: str | Path,
+        *,
+        numerics: str = "reference",
+        backend: str = "xla",
+        mesh: jax.sharding.Mesh | None = None,
+        on_progress: Progress | None = None,
+    ) -> Model:
+        """Load a checkpoint directory in the released layout, or the bundled one by its name, `tiny`.
+
+        numerics: "reference" (as released: bfloat16, FP8 activations, quantized caches), "float32" (nothing
+        quantized but the weights), "cachequant" (float32 with quantized caches). backend: "xla". Raises ConfigError or
+        CheckpointError with one line that names everything wrong. `on_progress(done, total, name)` follows the load.
+        """
+        if mesh is not None:
+            raise NotImplementedError("mesh: loading onto a mesh is not built yet; pass mesh=None")
+        numerics_named(numerics)
+        checkpoint = Checkpoint(path_or_name)
+        cfg = checkpoint.config
+        params = load(checkpoint, on_progress=on_progress)
+        tokenizer = read_tokenizer(checkpoint.path, required=bool(cfg.engram_layer_ids))
+        memory = None
+        if tokenizer is not None and cfg.engram_layer_ids:
+            memory = Memory(cfg, compressed_ids(tokenizer, cfg), checkpoint.tables())
+        return cls(cfg, params, numerics=numerics, backend=backend, memory=memory, tokenizer=tokenizer)
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for `batch` sequences of at most `capacity` tokens."""
+        return init_cache(self.config, batch, capacity, self.numerics)
+
+    def __call__(
+        self, tokens: ArrayLike, taps: Sequence[str] | None = None
+    ) -> Float32[Array, "B T V"] | tuple[Float32[Array, "B T V"], dict[str, Array]]:
+        """Logits [B, T, V] in float32 of every position; with `taps`, also those intermediates by name.
+
+        Taps are `final_norm`, `main_hidden` and, as `layers.N.NAME`: out, pre_mix, attn_in, attn_out, ffn_out,
+        moe_experts, moe_weights, and where the layer has them index_topk, candidate_blocks, latent, main_kv,
+        index_keys, engram_hash_ids, engram_gate, engram_out, draft_feature. Axis 1 counts tokens, but compressed
+        entries for latent, main_kv and index_keys. Ids that are -1 are empty places.
+        """
+        array = self._checked(tokens)
+        cache = self.init_cache(array.shape[0], self._capacity(array.shape[1]))
+        wanted = tuple(taps or ())
+        pieces = []
+        for first, bucket in generation.chunks(array.shape[1]):
+            chunk = array[:, first : first + bucket]
+            logits, cache, seen = self._run(chunk, cache, np.full(len(chunk), chunk.shape[1], np.int32), wanted)
+            pieces.append({"": logits} | seen)
+        joined = {name: jnp.concatenate([piece[name] for piece in pieces], axis=1) for name in pieces[0]}
+        logits = joined.pop("")
+        return logits if taps is None else (logits, joined)
+
+    def step(
+        self, tokens: ArrayLike, cache: Cache, lengths: ArrayLike | None = None
+    ) -> tuple[Float32[Array, "B T V"], Cache]:
+        """(logits of these T tokens, the cache after them). Any T, any chunking: the result does not depend on it.
+
+        `lengths` [B] says how many of the T tokens of each row are live; logits past them mean nothing. The cache is
+        consumed (its buffers are reused): go on with the returned one, or `copy()` before. Raises ValueError, and
+        changes nothing, when a token id is out of range or a row would outgrow the capacity.
+        """
+        array = self._checked(tokens)
+        batch, width = array.shape
+        count = np.full(batch, width) if lengths is None else np.asarray(lengths)
+        if count.shape != (batch,) or (count < 0).any() or (count > width).any():
+            raise ValueError(f"lengths: {count.tolist()} is not one number in 0..{width} for each of {batch} rows")
+        self._check_room(cache, count)
+        pieces = []
+        for first, bucket in generation.chunks(width):
+            here = np.clip(count - first, 0, bucket).astype(np.int32)
+            logits, cache, _ = self._run(array[:, first : first + bucket], cache, here)
+            pieces.append(logits)
+        return jnp.concatenate(pieces, axis=1), cache
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_token: generation.OnToken | None = None,
+    ) -> list[list[int]]:
+        """New token ids of each prompt, up to `max_new_tokens` or EOS (kept as the last id).
+
+        A prompt is token ids, or text that is tokenized behind a BOS; prompts may differ in length. temperature 0 is
+        greedy. `on_token(row, id)` is called as each token is known.
+        """
+        generation.check_sampling(max_new_tokens, temperature, top_p)
+        rows = [self.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+        if not rows or not all(rows):
+            raise ValueError(f"prompts: {'none given' if not rows else f'number {rows.index([])} is empty'}")
+        self._checked([[i for row in rows for i in row]])
+        capacity = self._capacity(max(map(len, rows)) + max_new_tokens)
+
+        def step(tokens: np.ndarray, cache: Cache, count: np.ndarray) -> tuple[Array, Cache]:
+            logits, cache, _ = self._run(tokens, cache, count, last_only=True)
+            return logits[:, 0], cache
+
+        return generation.generate(
+            step,
+            rows,
+            self.init_cache(len(rows), capacity),
+            max_new_tokens,
+            eos=self.config.eos_token_id,
+            pad=self.config.pad_token_id,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            on_token=on_token,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """BOS and the tokens of `text`. Raises ValueError when the checkpoint came without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("prompts: text needs a tokenizer.json, and this checkpoint has none; pass token ids")
+        return [self.config.bos_token_id, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+
+    def _checked(self, tokens: ArrayLike) -> Int32[np.ndarray, "B T"]:
+        array = np.asarray(tokens)
+        if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"tokens: {array.dtype} of shape {array.shape} are not integers [B, T] with B, T >= 1")
+        bad = array[(array < 0) | (array >= self.config.vocab_size)]
+        if bad.size:
+            raise ValueError(f"tokens: id {bad[0]} is outside 0..{self.config.vocab_size - 1}")
+        return array.astype(np.int32)
+
+    def _capacity(self, tokens: int) -> int:
+        most = self.config.max_position_embeddings
+        if tokens > most:
+            raise ValueError(f"tokens: {tokens} positions exceed max_position_embeddings {most}")
+        return min(most, max(128, 1 << (tokens - 1).bit_length()))
+
+    def _check_room(self, cache: Cache, count: np.ndarray) -> None:
+        if cache.length.is_deleted():
+            raise ValueError("cache: was consumed by an earlier step; use the cache which that step returned")
+        if cache.length.shape != count.shape:
+            raise ValueError(f"cache: holds {cache.length.shape[0]} rows, tokens have {count.shape[0]}")
+        if cache.layers[0].window.dtype != self.numerics.dtype:
+            have, need = cache.layers[0].window.dtype, self.numerics.dtype
+            raise ValueError(f"cache: dtype {have} is not {need} of numerics {self.numerics.name!r}")
+        length = np.asarray(cache.length)
+        full = np.flatnonzero(length + count > cache.capacity)
+        if full.size:
+            row = int(full[0])
+            raise ValueError(
+                f"cache: row {row} holds {length[row]} tokens, {count[row]} more exceed capacity {cache.capacity}"
+            )
+
+    def _run(
+        self,
+        tokens: Int32[np.ndarray, "B T"],
+        cache: Cache,
+        count: Int32[np.ndarray, " B"],
+        taps: tuple[str, ...] = (),
+        last_only: bool = False,
+    ) -> tuple[Array, Cache, dict[str, Array]]:
+        """One chunk, padded to its bucket and cut back."""
+        live = tokens.shape[1]
+        bucket = next(b for b in generation.BUCKETS if b >= live)
+        padded = np.pad(tokens, ((0, 0), (0, bucket - live)), constant_values=self.config.pad_token_id)
+        rows, history = (), cache.history
+        if self.memory is not None:
+            rows, history = self.memory.read(padded, count, np.asarray(cache.history))
+        logits, cache, seen = self._step(self._leaves, padded, count, rows, cache, taps=taps, last_only=last_only)
+        if self.memory is not None:
+            cache = replace(cache, history=jnp.asarray(history))
+        return logits if last_only else logits[:, :live], cache, {n: self._cut(n, v, live) for n, v in seen.items()}
+
+    def _cut(self, name: str, value: Array, live: int) -> Array:
+        """Drop what a tap holds for padding. Chunks start at multiples of every ratio, so entries join up as well."""
+        if name.split(".")[-1] in ENTRY_TAPS:
+            live //= self.config.layers[int(name.split(".")[1])].ratio
+        return value[:, :live]
+
+
+def read_tokenizer(directory: Path, *, required: bool) -> Tokenizer | None:
+    """`tokenizer.json` of a checkpoint; None where there is none and nothing needs it."""
+    file = directory / "tokenizer.json"
+    if not file.exists() and not required:
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise CheckpointError(directory, [f"tokenizer.json: cannot be read ({error})"]) from None

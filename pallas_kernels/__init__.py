@@ -1,0 +1,17 @@
+"""The operations that need a kernel on a GPU, one folder each: public function, plain reference, named shapes.
+
+A leaf package: it imports jax, numpy and jaxtyping only. Every public function takes `backend=`: "xla" runs the
+reference under XLA; "pallas" runs the kernel, and raises where there is none. Nothing falls back silently.
+"""
+
+
+class BackendError(NotImplementedError):
+    """The asked backend cannot run an operation here; the message says which and why."""
+
+
+def require_xla(op: str, backend: str) -> None:
+    """Raise unless `backend` names the one that this op has."""
+    if backend == "pallas":
+        raise BackendError(f"backend 'pallas': {op} has no kernel yet; use backend='xla'")
+    if backend != "xla":
+        raise ValueError(f"backend: {backend!r} is not one of 'xla', 'pallas'")

@@ -1,0 +1,34 @@
+"""The routed experts as one operation: grouped MXFP4 matmuls with clamped SwiGLU between them (paper 2.1; facts 2)."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import require_xla
+from pallas_kernels.grouped_matmul import reference
+
+__all__ = ["experts"]
+
+
+def experts(
+    x: Float[Array, "T D"],
+    ids: Int32[Array, "T A"],
+    weights: Float32[Array, "T A"],
+    w1: tuple[Array, Array],
+    w2: tuple[Array, Array],
+    w3: tuple[Array, Array],
+    *,
+    limit: float,
+    round_input: Callable[[Array], Array],
+    backend: str = "xla",
+) -> Float32[jax.Array, "T D"]:
+    """sum_a w2[e](weights[a] * silu(min(w1[e] x, limit)) * clip(w3[e] x, +-limit)) over e = ids[t, a], float32.
+
+    w1 and w3 are (packed uint8 [E, F, D/2], E8M0 scales [E, F, D/32]), w2 (uint8 [E, D, F/2], [E, D, F/32]). Ids of a
+    token differ from each other. `round_input` is the activation quantizer that stands before each matmul; with
+    bfloat16 x each matmul's result is rounded to bfloat16, the products between them stay float32, as released. The
+    sum over experts runs in ascending position a, so that it does not depend on the other tokens of the batch.
+    """
+    require_xla("grouped_matmul.experts", backend)
+    return reference.experts(x, ids, weights, w1, w2, w3, limit=limit, round_input=round_input)
