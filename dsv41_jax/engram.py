@@ -174,7 +174,7 @@ class Memory:
         rows = []
         for layout, table in zip(self.layouts, self.tables, strict=True):
             at = hash_rows(back, layout)
-            rows.append(EngramRows(table.weight[at], table.scale[at], at.astype(np.int32)))
+            rows.append(EngramRows(*map(jnp.asarray, (table.weight[at], table.scale[at], at.astype(np.int32)))))
         line = np.concatenate([history, ids], axis=1)
         newest = count[:, None] + np.arange(history.shape[1])
         return tuple(rows), np.take_along_axis(line, newest, axis=1).astype(np.int32)

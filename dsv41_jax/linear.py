@@ -8,13 +8,14 @@ A quantized weight stays quantized until the product: E4M3 with one E8M0 scale p
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv41_jax.quant import Numerics, cast
 from pallas_kernels.formats import dequantize_fp8
 
 
-def parameter(shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...]) -> nnx.Param:
+def parameter(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> nnx.Param:
     """A parameter of zeros that carries the names of its axes; checkpoints and initializers fill it."""
     if len(shape) != len(axes):
         raise ValueError(f"axes: {axes} do not name the dimensions of shape {shape}")
@@ -50,7 +51,7 @@ class QuantizedLinear(nnx.Module):
         self.weight = parameter((out, inner), jnp.float8_e4m3fn, axes)
         self.scale = parameter((-(-out // 32), -(-inner // 32)), jnp.float8_e8m0fnu, axes)
 
-    def dense(self, dtype: jnp.dtype) -> Float[jax.Array, "N K"]:
+    def dense(self, dtype: DTypeLike) -> Float[jax.Array, "N K"]:
         """The weight's values, exact in bfloat16 and float32."""
         return dequantize_fp8(self.weight[...], self.scale[...], dtype)
 

@@ -3,9 +3,11 @@
 Prefill, a chunk of a prefill and a decode step are this one function with a different T.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -85,6 +87,29 @@ def forward(
 def abstract_parameters(cfg: Config) -> Transformer:
     """The parameter tree as shapes and dtypes: nothing is allocated, whatever the size."""
     return nnx.eval_shape(lambda: Transformer(cfg))
+
+
+def random_parameters(cfg: Config, seed: int = 0) -> Transformer:
+    """Parameters for tests and benchmarks: stored dtypes, activations of unit scale, every bias and gate in use."""
+    graph, state = nnx.split(abstract_parameters(cfg))
+    rng = np.random.default_rng(seed)
+    flat = dict(nnx.to_flat_state(state))
+    for path, leaf in flat.items():
+        name, shape = str(path[-1]), leaf.shape
+        if leaf.dtype == jnp.uint8:
+            value = rng.integers(0, 256, shape, np.uint8)
+        elif name == "scale":
+            spread = 3.0 if len(shape) == 3 else 1.0  # random E2M1 codes against unit normal E4M3 values
+            value = np.full(shape, 127 - round(math.log2(spread * (32 * shape[-1]) ** 0.5)), np.uint8).view(leaf.dtype)
+        elif len(shape) > 1 and name != "q_weight" and name != "k_weight":
+            quantized = leaf.dtype == jnp.float8_e4m3fn
+            fan_in = 1 if quantized or path[0] == "embed" else shape[-1]
+            value = (rng.standard_normal(shape) * fan_in**-0.5).astype(leaf.dtype)
+        else:
+            centre = 1.0 if name.endswith(("weight", "_scale")) else 0.0
+            value = (centre + 0.1 * rng.standard_normal(shape)).astype(leaf.dtype)
+        flat[path] = leaf.replace(jnp.asarray(value))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def parameter_count(params: Transformer) -> int:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv41_jax.linear import parameter
@@ -10,7 +11,7 @@ from dsv41_jax.quant import Numerics, cast
 
 
 def rmsnorm(
-    x: Float[Array, "*lead K"], weight: Float[Array, " K"], *, eps: float, dtype: jnp.dtype
+    x: Float[Array, "*lead K"], weight: Float[Array, " K"], *, eps: float, dtype: DTypeLike
 ) -> Float[Array, "*lead K"]:
     """Normalize the last axis. eps has no default: 1e-20 in the text model, 1e-6 in the vision tower."""
     x = x.astype(jnp.float32)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
 from pallas_kernels.formats import (

@@ -19,7 +19,7 @@ from dsv41_jax.config import Config
 from dsv41_jax.quant import cast
 
 
-def frequencies(dim: int, theta: float) -> Float32[np.ndarray, "R//2"]:
+def frequencies(dim: int, theta: float) -> Float32[np.ndarray, " pairs"]:
     """f_i for the pairs of `dim` rotary channels, each step rounded to float32."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.float32(1) / np.power(theta, exponent.astype(np.float64)).astype(np.float32)
@@ -27,7 +27,7 @@ def frequencies(dim: int, theta: float) -> Float32[np.ndarray, "R//2"]:
 
 def yarn_frequencies(
     dim: int, theta: float, *, factor: float, beta_fast: float, beta_slow: float, original: int
-) -> Float32[np.ndarray, "R//2"]:
+) -> Float32[np.ndarray, " pairs"]:
     """f_i after YaRN's blend: pairs that turn often keep theirs, slow pairs are divided by `factor`."""
 
     def pair_of(turns: float) -> float:
@@ -41,7 +41,7 @@ def yarn_frequencies(
     return plain / np.float32(factor) * (np.float32(1) - kept) + plain * kept
 
 
-def layer_frequencies(cfg: Config, ratio: int) -> Float32[np.ndarray, "R//2"]:
+def layer_frequencies(cfg: Config, ratio: int) -> Float32[np.ndarray, " pairs"]:
     """Window layers (ratio 0): rope_theta, no scaling. Compressed layers: compress_rope_theta with YaRN."""
     if ratio == 0:
         return frequencies(cfg.qk_rope_head_dim, cfg.rope_theta)
@@ -58,7 +58,7 @@ def layer_frequencies(cfg: Config, ratio: int) -> Float32[np.ndarray, "R//2"]:
 def rotate(
     x: Float[Array, "B T *heads H"],
     positions: Int32[Array, "B T"],
-    freqs: Float32[np.ndarray, "R//2"],
+    freqs: Float32[np.ndarray, " pairs"],
     *,
     inverse: bool = False,
 ) -> Float[Array, "B T *heads H"]:

@@ -12,6 +12,7 @@ Source: OCP microscaling formats 1.0; the released program's exact rules.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 E4M3_MAX = 448.0
@@ -22,7 +23,7 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3
 E8M0 = Shaped
 
 
-def cast(x: Float[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
+def cast(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
     """Round to `dtype` where the released program rounds. XLA may drop a bare cast to bfloat16 and back, and keep
     more precision than was asked for; `reduce_precision` is an operation that it must carry out."""
     if dtype == jnp.bfloat16 and x.dtype != jnp.bfloat16:
@@ -98,7 +99,7 @@ def unpack_e2m1(packed: UInt8[Array, "*lead half"]) -> UInt8[Array, "*lead all"]
 
 
 def dequantize_fp4(
-    packed: UInt8[Array, "*lead half"], scale: E8M0[Array, "*lead groups"], dtype: jnp.dtype = jnp.float32
+    packed: UInt8[Array, "*lead half"], scale: E8M0[Array, "*lead groups"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*lead all"]:
     """MXFP4 rows: E2M1 codes times one E8M0 scale per 32 columns, exact in bfloat16 and float32."""
     values = e2m1_value(unpack_e2m1(packed))
@@ -106,7 +107,7 @@ def dequantize_fp4(
 
 
 def dequantize_fp8(
-    weight: Float[Array, "N K"], scale: E8M0[Array, "n k"], dtype: jnp.dtype = jnp.float32
+    weight: Float[Array, "N K"], scale: E8M0[Array, "n k"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "N K"]:
     """Dense FP8: value[i, j] = weight[i, j] * scale[i // 32, j // 32]; ragged edges keep their block's scale."""
     rows, columns = weight.shape

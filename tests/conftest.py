@@ -1,0 +1,83 @@
+"""What every test shares: checked annotations, strict dtype promotion, and three models that are compiled once."""
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_num_cpu_devices", 4)
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook(["dsv41_jax", "pallas_kernels"], "beartype.beartype")
+
+from pathlib import Path  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from dsv41_jax import Config, Model  # noqa: E402
+from dsv41_jax.engram import Memory, Table, layouts  # noqa: E402
+from dsv41_jax.model import random_parameters  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = {"tiny-full": ROOT / "dsv41_jax/data/tiny", "text-min": ROOT / "tests/golden/text-min"}
+UNITS = ROOT / "tests/golden/units/units.npz"
+
+
+def small_config(**changes: object) -> Config:
+    """Five layers of every mode at width 32: the config that the pitfall records use, without vision and drafts."""
+    base = {
+        "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8,
+        "q_lora_rank": 32, "o_lora_rank": 16, "sliding_window": 8, "compress_ratios": [0, 2, 2, 1, 1],
+        "kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 3, 4], "candidate_source_layer_id": 3,
+        "candidate_topk_blocks": 3, "candidate_block_size": 2, "index_topk": 4, "index_n_heads": 4,
+        "n_routed_experts": 4, "engram_layer_ids": [1], "engram_num_embeddings": [434], "vision_num_hidden_layers": 0,
+        "num_nextn_predict_layers": 0, "dspark_block_size": 0, "dspark_target_layer_ids": [],
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+    return Config.tiny().replace(**(base | changes))
+
+
+def random_memory(cfg: Config, seed: int = 0) -> Memory | None:
+    """Engram tables of random rows and a token map onto the compressed vocabulary."""
+    if not cfg.engram_layer_ids:
+        return None
+    rng = np.random.default_rng(seed)
+    groups = cfg.engram_head_dim // 32
+    tables = tuple(
+        Table(
+            rng.integers(0, 0x60, (layout.rows, cfg.engram_head_dim), np.uint8),
+            np.full((layout.rows, groups), 124, np.uint8),
+        )
+        for layout in layouts(cfg)
+    )
+    token_map = np.minimum(np.arange(cfg.vocab_size), cfg.engram_compressed_vocab_size - 1).astype(np.int32)
+    return Memory(cfg, token_map, tables)
+
+
+def random_model(cfg: Config, numerics: str = "float32", seed: int = 0) -> Model:
+    """A model of random weights, Engram included."""
+    return Model(cfg, random_parameters(cfg, seed), numerics=numerics, memory=random_memory(cfg, seed))
+
+
+@pytest.fixture(scope="session")
+def small() -> Model:
+    """`small_config` in float32."""
+    return random_model(small_config())
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Model:
+    """The bundled checkpoint in float32."""
+    return Model.from_pretrained("tiny", numerics="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_reference() -> Model:
+    """The bundled checkpoint as released: bfloat16, FP8 activations, quantized caches."""
+    return Model.from_pretrained("tiny", numerics="reference")
+
+
+@pytest.fixture(scope="session")
+def units() -> dict[str, np.ndarray]:
+    """Vectors of single operations from the released program."""
+    return dict(np.load(UNITS))
