@@ -28,8 +28,9 @@ from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.indexer import Indexer
 from dsv41_jax.linear import QuantizedLinear, parameter, product
 from dsv41_jax.norm import RMSNorm
-from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.quant import Numerics
 from dsv41_jax.rope import layer_frequencies, rotate
+from pallas_kernels.formats import cast
 from pallas_kernels.sparse_attention import sparse_attention
 
 
@@ -91,7 +92,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], published: Published, cache: LayerCache, span: Span, num: Numerics
     ) -> tuple[Float[Array, "B T D"], Published, LayerCache, dict[str, Array]]:
         """(output, what now stands published, new cache, taps). x is the normed input."""
-        cfg, taps = self.cfg, {}
+        cfg, taps = self.cfg, dict[str, Array]()
         freqs = layer_frequencies(cfg, self.plan.ratio)
         q_r = self.q_norm(self.wq_a(x, num), num)
         q = self.wq_b(q_r, num).reshape(*x.shape[:2], cfg.num_attention_heads, cfg.head_dim)
@@ -116,9 +117,7 @@ class Attention(nnx.Module):
             main, chosen = kv[:, :0], jnp.zeros((*x.shape[:2], 0), jnp.int32)
         ids = window_ids(span, cfg.sliding_window)
         scale = cfg.head_dim**-0.5
-        o, _ = sparse_attention(
-            q, window, ids, main, chosen, self.attn_sink[...], scale=scale, backend=num.backend
-        )
+        o, _ = sparse_attention(q, window, ids, main, chosen, self.attn_sink[...], scale=scale, backend=num.backend)
         o = rotate(cast(o, num.dtype), span.positions, freqs, inverse=True)
         y = self.project_out(o, num)
         return y, published, cache, taps | {"attn_out": y}

@@ -1,8 +1,8 @@
 """One layer on M residual streams: Engram, then the attention site, then the expert site (paper 2.4.1).
 
-    a site:  (pre, post, comb) = coefficients(X)          from X before the sublayer
-             y = sublayer(rmsnorm(sum_m mix[m] X[m]))     mix is the PREVIOUS site's pre
-             X = post * y + comb applied to X;  mix = pre
+a site:  (pre, post, comb) = coefficients(X)          from X before the sublayer
+         y = sublayer(rmsnorm(sum_m mix[m] X[m]))     mix is the PREVIOUS site's pre
+         X = post * y + comb applied to X;  mix = pre
 """
 
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from dsv41_jax.engram import Engram, EngramRows
 from dsv41_jax.linear import parameter
 from dsv41_jax.moe import MoE
 from dsv41_jax.norm import RMSNorm
-from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.quant import Numerics
 from pallas_kernels import mhc
+from pallas_kernels.formats import cast
 
 
 def hyper_connection(cfg: Config) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
@@ -47,8 +48,16 @@ class Block(nnx.Module):
         """(pre, post, comb) of this block's `attn` or `ffn` site."""
         fn, scale, base = (getattr(self, f"hc_{site}_{part}")[...] for part in ("fn", "scale", "base"))
         cfg = self.cfg
-        sizes = {"iterations": cfg.hc_sinkhorn_iters, "eps": cfg.rms_norm_eps, "hc_eps": cfg.hc_eps}
-        return mhc.coefficients(x, fn, scale, base, **sizes, backend=num.backend)
+        return mhc.coefficients(
+            x,
+            fn,
+            scale,
+            base,
+            iterations=cfg.hc_sinkhorn_iters,
+            eps=cfg.rms_norm_eps,
+            hc_eps=cfg.hc_eps,
+            backend=num.backend,
+        )
 
     def __call__(
         self,
@@ -63,7 +72,7 @@ class Block(nnx.Module):
         image: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"], Published, LayerCache, dict[str, Array]]:
         """(streams, the mix that the next site collapses them with, what stands published, new cache, taps)."""
-        taps = {}
+        taps: dict[str, Array] = {}
         if self.engram is not None:
             assert rows is not None, f"layer {self.plan.id} reads Engram rows"
             x, taps = self.engram(x, rows, image, num)

@@ -188,7 +188,9 @@ class Checkpoint:
             return {}, [f"{index.name}: shard {bad[0]!r} is not the name of a file beside it"]
         return self._shards(placed, files, document.get("metadata") or {})
 
-    def _shards(self, placed: dict[str, str], files: list[str], metadata: Any) -> tuple[dict[str, TensorInfo], list[str]]:
+    def _shards(
+        self, placed: dict[str, str], files: list[str], metadata: Any
+    ) -> tuple[dict[str, TensorInfo], list[str]]:
         tensors: dict[str, TensorInfo] = {}
         problems = []
         for file in files:
@@ -241,7 +243,9 @@ class Checkpoint:
     def tables(self) -> tuple[Table, ...]:
         """The Engram tables, memory-mapped: a lookup touches only the pages of its rows."""
         names = (_table_names(layer) for layer in self.config.engram_layer_ids)
-        return tuple(Table(self.read(weight).view(np.uint8), self.read(scale).view(np.uint8)) for weight, scale in names)
+        return tuple(
+            Table(self.read(weight).view(np.uint8), self.read(scale).view(np.uint8)) for weight, scale in names
+        )
 
 
 def locate(path: str | Path) -> Path:

@@ -15,7 +15,8 @@ from dsv41_jax.cache import LayerCache, Span
 from dsv41_jax.config import Config
 from dsv41_jax.linear import Linear, product_f32
 from dsv41_jax.norm import RMSNorm
-from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.quant import Numerics
+from pallas_kernels.formats import cast
 
 
 def group_positions(span: Span, ratio: int, tokens: int) -> tuple[Int32[Array, "B K r"], Bool[Array, "B K"]]:
@@ -52,15 +53,16 @@ class Compressor(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, num: Numerics
     ) -> tuple[Float[Array, "B K H"], Int32[Array, " B"], Float32[Array, "B rest H"], Float32[Array, "B rest H"]]:
-        """(latents, how many of them are finished, kv and gate rows that wait). Latent k is entry start // ratio + k."""
+        """(latents, how many are finished, kv and gate rows that wait). Latent k is entry start // ratio + k."""
         if self.wgate is None:
             return self.norm(self.wkv(x, num), num), span.count, cache.open_kv, cache.open_gate
         kv, gate = (product_f32(x, w.weight[...]) for w in (self.wkv, self.wgate))
         position, finished = group_positions(span, self.ratio, x.shape[1])
-        grouped = (rows_at(cache.open_kv, kv, position, span), rows_at(cache.open_gate, gate, position, span))
-        latent = self.norm(cast(pool(*grouped), num.dtype), num)
-        open_position = (span.end // self.ratio * self.ratio)[:, None, None]
-        open_position = open_position + jnp.arange(self.ratio - 1, dtype=jnp.int32)[:, None]
-        waiting = [rows_at(w, n, open_position, span)[:, :, 0] for w, n in ((cache.open_kv, kv), (cache.open_gate, gate))]
-        alive = (open_position[..., 0] < span.end[:, None])[..., None]
-        return latent, jnp.sum(finished, axis=1, dtype=jnp.int32), *(jnp.where(alive, w, 0.0) for w in waiting)
+        latent = pool(*(rows_at(*rows, position, span) for rows in ((cache.open_kv, kv), (cache.open_gate, gate))))
+        latent = self.norm(cast(latent, num.dtype), num)
+
+        rest = (span.end // self.ratio * self.ratio)[:, None] + jnp.arange(self.ratio - 1, dtype=jnp.int32)
+        waits = (rest < span.end[:, None])[..., None]
+        open_kv = jnp.where(waits, rows_at(cache.open_kv, kv, rest[..., None], span)[:, :, 0], 0.0)
+        open_gate = jnp.where(waits, rows_at(cache.open_gate, gate, rest[..., None], span)[:, :, 0], 0.0)
+        return latent, jnp.sum(finished, axis=1, dtype=jnp.int32), open_kv, open_gate

@@ -342,7 +342,7 @@ def _validate_sizes(cfg: Config, check: Any) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "engram_pad_token_id"):
         value = getattr(cfg, name)
         check(name, 0 <= value < cfg.vocab_size, f"is not a token id below vocab_size {cfg.vocab_size}")
-    for name in "hidden_size moe_intermediate_size head_dim q_lora_rank index_head_dim".split():
+    for name in ["hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "index_head_dim"]:
         check(name, getattr(cfg, name) % 32 == 0, "is not a multiple of the quantization group 32")
     check("o_lora_rank", cfg.o_lora_rank * cfg.o_groups % 32 == 0, "times o_groups is not a multiple of 32")
     check("o_groups", cfg.num_attention_heads % cfg.o_groups == 0, "does not divide num_attention_heads")

@@ -25,8 +25,8 @@ from tokenizers import Regex, Tokenizer, normalizers
 
 from dsv41_jax.config import Config, ConfigError
 from dsv41_jax.linear import QuantizedLinear, parameter
-from dsv41_jax.quant import Numerics, cast
-from pallas_kernels.formats import e8m0_value
+from dsv41_jax.quant import Numerics
+from pallas_kernels.formats import cast, e8m0_value
 
 NONE = -1  # in a history: no token there, or one at or behind an image
 
@@ -48,12 +48,17 @@ class Layout:
         return int(self.primes.sum())
 
 
+def multipliers(layer: int, count: int, vocabulary: int) -> Int64[np.ndarray, " n"]:
+    """Odd draws of numpy's default_rng(10007 * layer), small enough that a product with an id stays below 2^63."""
+    most = np.iinfo(np.int64).max // vocabulary // 2
+    return np.random.default_rng(10007 * layer).integers(0, most, count, np.int64) * 2 + 1
+
+
 @lru_cache(maxsize=8)
 def layouts(cfg: Config) -> tuple[Layout, ...]:
     """The layout of each Engram layer, derived and checked against engram_num_embeddings.
 
     Layer by layer, each n-gram size restarts at engram_vocab_size - 1 and takes the next primes that nobody has taken.
-    Multipliers are odd draws of numpy's default_rng(10007 * layer).
     """
     taken: set[int] = set()
     found = []
@@ -67,10 +72,9 @@ def layouts(cfg: Config) -> tuple[Layout, ...]:
                     n += 1
                 taken.add(n)
                 primes.append(n)
-        most = np.iinfo(np.int64).max // cfg.engram_compressed_vocab_size // 2
-        draws = np.random.default_rng(10007 * layer).integers(0, most, cfg.engram_max_ngram_size, np.int64)
         array = np.array(primes, np.int64)
-        layout = Layout(draws * 2 + 1, array, np.cumsum(array) - array)
+        odd = multipliers(layer, cfg.engram_max_ngram_size, cfg.engram_compressed_vocab_size)
+        layout = Layout(odd, array, np.cumsum(array) - array)
         if layout.rows != cfg.engram_num_embeddings[slot]:
             given = f"text_config.engram_num_embeddings: {cfg.engram_num_embeddings[slot]} for layer {layer}"
             raise ConfigError(f"{given} is not {layout.rows}, the sum of its primes")
@@ -117,7 +121,7 @@ def compressed_ids(tokenizer: Tokenizer, cfg: Config) -> Int32[np.ndarray, " V"]
 def look_back(
     ids: Int32[np.ndarray, "B T"], history: Int32[np.ndarray, "B past"], pad: int
 ) -> Int64[np.ndarray, "B T n"]:
-    """id_{t-s} for s = 0..past, where `ids` and `history` hold NONE for what may not be seen; blocked ones are `pad`."""
+    """id_{t-s} for s = 0..past. `ids` and `history` hold NONE for what may not be seen; blocked ones become `pad`."""
     past, tokens = history.shape[1], ids.shape[1]
     line = np.concatenate([history, ids], axis=1).astype(np.int64)
     back = np.stack([line[:, past - s : past - s + tokens] for s in range(past + 1)], axis=-1)

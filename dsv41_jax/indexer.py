@@ -20,8 +20,9 @@ from dsv41_jax.cache import Span
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.linear import Linear, QuantizedLinear
 from dsv41_jax.norm import RMSNorm
-from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.quant import Numerics
 from dsv41_jax.rope import layer_frequencies, rotate
+from pallas_kernels.formats import cast
 from pallas_kernels.indexer import index_scores
 from pallas_kernels.topk import topk
 

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from dsv41_jax.quant import Numerics, cast
-from pallas_kernels.formats import dequantize_fp8
+from dsv41_jax.quant import Numerics
+from pallas_kernels.formats import cast, dequantize_fp8
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> nnx.Param:

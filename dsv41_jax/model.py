@@ -13,15 +13,16 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from dsv41_jax.attention import Published
 from dsv41_jax.block import Block
-from dsv41_jax.cache import Cache, Span, with_layers
+from dsv41_jax.cache import Cache, LayerCache, Span, with_layers
 from dsv41_jax.config import Config
 from dsv41_jax.dspark import DraftStage
 from dsv41_jax.engram import EngramRows
 from dsv41_jax.linear import Linear, product_f32
 from dsv41_jax.norm import RMSNorm
-from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.quant import Numerics
 from dsv41_jax.vision import Aligner, Vision, delimiter
 from pallas_kernels import mhc
+from pallas_kernels.formats import cast
 
 
 class Transformer(nnx.Module):
@@ -64,7 +65,7 @@ def forward(
     h = cast(params.embed.weight[...][tokens], num.dtype)
     x = jnp.broadcast_to(h[:, :, None], (batch, width, cfg.hc_mult, cfg.hidden_size))
     mix = jnp.zeros((batch, width, cfg.hc_mult), jnp.float32).at[..., 0].set(1.0)
-    published, layers, taps = Published(), [], {}
+    published, layers, taps = Published(), list[LayerCache](), dict[str, Array]()
 
     for plan, block, state in zip(cfg.layers, params.layers, cache.layers, strict=True):
         memory = None if plan.engram_slot is None else rows[plan.engram_slot]

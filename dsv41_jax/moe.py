@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dsv41_jax.config import Config
 from dsv41_jax.linear import QuantizedLinear, parameter, product_f32
-from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.quant import Numerics
+from pallas_kernels.formats import cast
 from pallas_kernels.grouped_matmul import experts
 
 

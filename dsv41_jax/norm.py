@@ -7,7 +7,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dsv41_jax.linear import parameter
-from dsv41_jax.quant import Numerics, cast
+from dsv41_jax.quant import Numerics
+from pallas_kernels.formats import cast
 
 
 def rmsnorm(

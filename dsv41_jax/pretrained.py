@@ -19,7 +19,7 @@ from dsv41_jax import generate as generation
 from dsv41_jax.cache import Cache, init_cache
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError, Progress, load
 from dsv41_jax.config import Config
-from dsv41_jax.engram import Memory, compressed_ids
+from dsv41_jax.engram import EngramRows, Memory, compressed_ids
 from dsv41_jax.model import Transformer, forward
 from dsv41_jax.quant import numerics as numerics_named
 
@@ -57,13 +57,13 @@ class Model:
             raise ValueError(f"memory: None, but layers {config.engram_layer_ids} read Engram tables")
         self.config, self.params, self.memory, self.tokenizer = config, params, memory, tokenizer
         self.numerics = numerics_named(numerics, backend)
-        self._leaves, structure = jax.tree.flatten(params)
+        self._leaves, structure = jax.tree.flatten(params)  # flat: a step need not walk the modules
 
         @partial(jax.jit, static_argnames=("taps", "last_only"), donate_argnames="cache")
         def step(
             leaves: list[Array], tokens: Array, count: Array, rows: Any, cache: Cache, taps: tuple, last_only: bool
         ) -> tuple[Array, Cache, dict[str, Array]]:
-            tree = structure.unflatten(leaves)
+            tree = jax.tree.unflatten(structure, leaves)
             logits, cache, seen = forward(
                 tree, tokens, cache, config, num=self.numerics, count=count, rows=rows, last_only=last_only
             )
@@ -118,24 +118,18 @@ class Model:
         """
         array = self._checked(tokens)
         cache = self.init_cache(array.shape[0], self._capacity(array.shape[1]))
-        wanted = tuple(taps or ())
-        pieces = []
-        for first, bucket in generation.chunks(array.shape[1]):
-            chunk = array[:, first : first + bucket]
-            logits, cache, seen = self._run(chunk, cache, np.full(len(chunk), chunk.shape[1], np.int32), wanted)
-            pieces.append({"": logits} | seen)
-        joined = {name: jnp.concatenate([piece[name] for piece in pieces], axis=1) for name in pieces[0]}
-        logits = joined.pop("")
-        return logits if taps is None else (logits, joined)
+        logits, _, seen = self._advance(array, cache, np.full(len(array), array.shape[1]), tuple(taps or ()))
+        return logits if taps is None else (logits, seen)
 
     def step(
-        self, tokens: ArrayLike, cache: Cache, lengths: ArrayLike | None = None
-    ) -> tuple[Float32[Array, "B T V"], Cache]:
+        self, tokens: ArrayLike, cache: Cache, lengths: ArrayLike | None = None, taps: Sequence[str] | None = None
+    ) -> tuple[Float32[Array, "B T V"], Cache] | tuple[Float32[Array, "B T V"], Cache, dict[str, Array]]:
         """(logits of these T tokens, the cache after them). Any T, any chunking: the result does not depend on it.
 
-        `lengths` [B] says how many of the T tokens of each row are live; logits past them mean nothing. The cache is
-        consumed (its buffers are reused): go on with the returned one, or `copy()` before. Raises ValueError, and
-        changes nothing, when a token id is out of range or a row would outgrow the capacity.
+        `lengths` [B] says how many of the T tokens of each row are live; logits past them mean nothing. With `taps`,
+        a third value as in a plain call. The cache is consumed (its buffers are reused): go on with the returned one,
+        or `copy()` before. Raises ValueError, and changes nothing, when a token id is out of range or a row would
+        outgrow the capacity.
         """
         array = self._checked(tokens)
         batch, width = array.shape
@@ -143,12 +137,8 @@ class Model:
         if count.shape != (batch,) or (count < 0).any() or (count > width).any():
             raise ValueError(f"lengths: {count.tolist()} is not one number in 0..{width} for each of {batch} rows")
         self._check_room(cache, count)
-        pieces = []
-        for first, bucket in generation.chunks(width):
-            here = np.clip(count - first, 0, bucket).astype(np.int32)
-            logits, cache, _ = self._run(array[:, first : first + bucket], cache, here)
-            pieces.append(logits)
-        return jnp.concatenate(pieces, axis=1), cache
+        logits, cache, seen = self._advance(array, cache, count, tuple(taps or ()))
+        return (logits, cache) if taps is None else (logits, cache, seen)
 
     def generate(
         self,
@@ -195,7 +185,7 @@ class Model:
             raise ValueError("prompts: text needs a tokenizer.json, and this checkpoint has none; pass token ids")
         return [self.config.bos_token_id, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
-    def _checked(self, tokens: ArrayLike) -> Int32[np.ndarray, "B T"]:
+    def _checked(self, tokens: ArrayLike | Sequence[Sequence[int]]) -> Int32[np.ndarray, "B T"]:
         array = np.asarray(tokens)
         if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(f"tokens: {array.dtype} of shape {array.shape} are not integers [B, T] with B, T >= 1")
@@ -226,6 +216,18 @@ class Model:
                 f"cache: row {row} holds {length[row]} tokens, {count[row]} more exceed capacity {cache.capacity}"
             )
 
+    def _advance(
+        self, tokens: Int32[np.ndarray, "B T"], cache: Cache, count: np.ndarray, taps: tuple[str, ...]
+    ) -> tuple[Array, Cache, dict[str, Array]]:
+        """Every chunk of a call, joined."""
+        pieces = []
+        for first, bucket in generation.chunks(tokens.shape[1]):
+            here = np.clip(count - first, 0, bucket).astype(np.int32)
+            logits, cache, seen = self._run(tokens[:, first : first + bucket], cache, here, taps)
+            pieces.append({"": logits} | seen)
+        joined = {name: jnp.concatenate([piece[name] for piece in pieces], axis=1) for name in pieces[0]}
+        return joined.pop(""), cache, joined
+
     def _run(
         self,
         tokens: Int32[np.ndarray, "B T"],
@@ -238,7 +240,7 @@ class Model:
         live = tokens.shape[1]
         bucket = next(b for b in generation.BUCKETS if b >= live)
         padded = np.pad(tokens, ((0, 0), (0, bucket - live)), constant_values=self.config.pad_token_id)
-        rows, history = (), cache.history
+        rows: tuple[EngramRows, ...] = ()
         if self.memory is not None:
             rows, history = self.memory.read(padded, count, np.asarray(cache.history))
         logits, cache, seen = self._step(self._leaves, padded, count, rows, cache, taps=taps, last_only=last_only)

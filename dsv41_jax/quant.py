@@ -6,7 +6,7 @@
     index key,   E2M1, groups of 32, scale 2**ceil(log2(max(amax, 6 * 2**-126) / 6)) after rope
       index query
 
-`cast` rounds to the activation dtype. A fake quantizer gives back the values that the codes stand for. Source: numerics of the released inference program.
+A fake quantizer gives back the values that the codes stand for. Source: numerics of the released inference program.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
 from pallas_kernels.formats import (
     E2M1_MAX,
     E4M3_MAX,
-    cast,
     e2m1_codes,
     e2m1_value,
     e8m0_ceil,

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from dsv41_jax.config import Config
-from dsv41_jax.quant import cast
+from pallas_kernels.formats import cast
 
 
 def frequencies(dim: int, theta: float) -> Float32[np.ndarray, " pairs"]:

@@ -6,6 +6,7 @@
 
 Rounding here is integer or comparison arithmetic on float32, never a cast that XLA may fold away or a division that it
 may turn into a multiplication, so a result is the same eager, under jit and on every backend.
+Scales are annotated `Shaped`, since jaxtyping's `Float` does not know float8_e8m0fnu.
 Source: OCP microscaling formats 1.0; the released program's exact rules.
 """
 
@@ -19,9 +20,6 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
-# jaxtyping's Float does not know float8_e8m0fnu: scales are annotated by this name.
-E8M0 = Shaped
-
 
 def cast(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
     """Round to `dtype` where the released program rounds. XLA may drop a bare cast to bfloat16 and back, and keep
@@ -31,8 +29,8 @@ def cast(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
     return x.astype(dtype)
 
 
-def e8m0_value(scale: E8M0[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """2**(b - 127) of E8M0 scales (dtype float8_e8m0fnu, or their bytes). Byte 0 is subnormal: some devices flush it."""
+def e8m0_value(scale: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """2**(b - 127) of E8M0 scales (float8_e8m0fnu, or their bytes). Byte 0 is subnormal: some devices flush it."""
     byte = scale if scale.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scale, jnp.uint8)
     byte = byte.astype(jnp.uint32)
     bits = jnp.where(byte == 0, jnp.uint32(1 << 22), byte << 23)
@@ -99,7 +97,7 @@ def unpack_e2m1(packed: UInt8[Array, "*lead half"]) -> UInt8[Array, "*lead all"]
 
 
 def dequantize_fp4(
-    packed: UInt8[Array, "*lead half"], scale: E8M0[Array, "*lead groups"], dtype: DTypeLike = jnp.float32
+    packed: UInt8[Array, "*lead half"], scale: Shaped[Array, "*lead groups"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*lead all"]:
     """MXFP4 rows: E2M1 codes times one E8M0 scale per 32 columns, exact in bfloat16 and float32."""
     values = e2m1_value(unpack_e2m1(packed))
@@ -107,7 +105,7 @@ def dequantize_fp4(
 
 
 def dequantize_fp8(
-    weight: Float[Array, "N K"], scale: E8M0[Array, "n k"], dtype: DTypeLike = jnp.float32
+    weight: Float[Array, "N K"], scale: Shaped[Array, "n k"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "N K"]:
     """Dense FP8: value[i, j] = weight[i, j] * scale[i // 32, j // 32]; ragged edges keep their block's scale."""
     rows, columns = weight.shape

@@ -1,10 +1,10 @@
 """Single-pass manifold-constrained hyper-connections in plain jnp, float32 throughout.
 
-    z    = flat(X);  m = (z fn^T) * rsqrt(mean(z^2) + eps)                   2M + M*M numbers a site
-    pre  = sigmoid(m_pre * scale[0] + base_pre) + hc_eps                     collapses X for the NEXT site
-    post = 2 sigmoid(m_post * scale[1] + base_post)
-    comb = Sinkhorn(m_comb * scale[2] + base_comb)                           comb[source stream, target stream]
-    X'_j = post_j y + sum_i comb[i, j] X_i
+z    = flat(X);  m = (z fn^T) * rsqrt(mean(z^2) + eps)                   2M + M*M numbers a site
+pre  = sigmoid(m_pre * scale[0] + base_pre) + hc_eps                     collapses X for the NEXT site
+post = 2 sigmoid(m_post * scale[1] + base_post)
+comb = Sinkhorn(m_comb * scale[2] + base_comb)                           comb[source stream, target stream]
+X'_j = post_j y + sum_i comb[i, j] X_i
 """
 
 import jax

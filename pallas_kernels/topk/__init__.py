@@ -9,9 +9,7 @@ from pallas_kernels.topk import reference
 __all__ = ["topk"]
 
 
-def topk(
-    scores: Float32[Array, "*lead S"], count: int, *, backend: str = "xla"
-) -> Int32[jax.Array, "*lead {count}"]:
+def topk(scores: Float32[Array, "*lead S"], count: int, *, backend: str = "xla") -> Int32[jax.Array, "*lead {count}"]:
     """Ids of the `count` highest scores of each row, ascending, the tail filled with -1.
 
     Equal scores: the lower id wins (+0 and -0 are equal). NaN and -inf are never selected, +inf always comes first.

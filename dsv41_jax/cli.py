@@ -1,0 +1,240 @@
+"""`dsv41`: look at a checkpoint, generate from it, write its logits. Results on stdout, progress on stderr."""
+
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from tokenizers.decoders import DecodeStream
+
+from dsv41_jax.checkpoint import Checkpoint, locate
+from dsv41_jax.config import Config
+from dsv41_jax.model import abstract_parameters, parameter_count
+from dsv41_jax.pretrained import Model
+from dsv41_jax.quant import NUMERICS
+
+STDERR = Console(stderr=True)
+numerics_option = click.option(
+    "--numerics", default="reference", show_default=True, type=click.Choice(list(NUMERICS)), help="arithmetic by name"
+)
+
+
+def load_model(path: str, numerics: str) -> Model:
+    """`Model.from_pretrained` behind a progress bar."""
+    columns = (
+        TextColumn("loading"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Progress(*columns, console=STDERR, transient=True) as bar:
+        task = bar.add_task("", total=None, name="")
+
+        def advance(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, name=name)
+
+        return Model.from_pretrained(path, numerics=numerics, on_progress=advance)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[], None]]:
+    """A spinner on stderr until the body ends or calls what it is given."""
+    with STDERR.status(f"{what} (the first time compiles)") as status:
+        yield status.stop
+
+
+def plan_table(cfg: Config) -> Table:
+    """The layer plan: what each layer is and where it reads."""
+    table = Table(box=None, pad_edge=False, title="Layer plan", title_justify="left")
+    for heading in ("layer", "mode", "ratio", "KV from", "ids from", "candidates", "Engram", "draft feature"):
+        table.add_column(heading, justify="right" if heading in ("layer", "ratio") else "left")
+    for plan in cfg.layers:
+        pool = "publishes" if plan.publishes_candidates else "obeys" if plan.obeys_candidates else ""
+        sources = ("" if source is None else str(source) for source in (plan.kv_source, plan.index_source))
+        slot = "" if plan.engram_slot is None else f"table {plan.engram_slot}"
+        table.add_row(
+            str(plan.id), plan.mode, str(plan.ratio), *sources, pool, slot, "yes" if plan.draft_feature else ""
+        )
+    return table
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dsv41-jax")
+def app() -> None:
+    """DeepSeek-V4.1-Flash in JAX. CKPT is a checkpoint directory in the released layout, or `tiny`, the bundled one."""
+
+
+@app.command()
+@click.argument("ckpt")
+def info(ckpt: str) -> None:
+    """Layer plan, tensors and parameters of CKPT, from headers alone, or everything that is wrong with it."""
+    checkpoint = Checkpoint(ckpt)
+    cfg = checkpoint.config
+    tree = abstract_parameters(cfg)
+    checkpoint.check(tree)
+    console = Console()
+    console.print(plan_table(cfg))
+    size, count = Counter[str](), Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        size[tensor.dtype] += tensor.stop - tensor.start
+        count[tensor.dtype] += 1
+    table = Table("dtype", "tensors", "bytes", box=None, pad_edge=False, title="\nTensors", title_justify="left")
+    for dtype in sorted(size):
+        table.add_row(dtype, f"{count[dtype]:,}", f"{size[dtype]:,}")
+    table.add_row("all", f"{count.total():,}", f"{size.total():,}")
+    console.print(table)
+    rows = sum(cfg.engram_num_embeddings) * cfg.engram_head_dim
+    console.print(f"\nparameters on devices: {parameter_count(tree):,}; in Engram tables: {rows:,}")
+    if cfg.unknown_keys:
+        console.print(f"config keys kept but not known: {', '.join(cfg.unknown_keys)}")
+
+
+@app.command()
+@click.argument("ckpt")
+@click.option("--prompt", required=True, help="text, taken as it is behind a BOS")
+@click.option("--max-new-tokens", default=64, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True, help="0: greedy")
+@click.option("--top-p", default=1.0, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@numerics_option
+def generate(
+    ckpt: str, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int, numerics: str
+) -> None:
+    """Continue a text, streaming it to stdout."""
+    model = load_model(ckpt, numerics)
+    with waiting("prefill") as ready:
+        stream_text(model, prompt, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, on_first=ready)
+
+
+def stream_text(
+    model: Model, prompt: str, max_new_tokens: int, *, on_first: Callable[[], None], **sampling: Any
+) -> None:
+    """Write a continuation to stdout token by token, and its speed to stderr. Bytes that are not text yet wait."""
+    stream = DecodeStream(skip_special_tokens=True)
+    times: list[float] = []
+
+    def write(_: int, token: int) -> None:
+        if not times:
+            on_first()
+        times.append(time.perf_counter())
+        sys.stdout.write(stream.step(model.tokenizer, token) or "")
+        sys.stdout.flush()
+
+    model.generate([prompt], max_new_tokens, on_token=write, **sampling)
+    sys.stdout.write("\n")
+    # The first decode step compiles, so the speed is that of the steps after it.
+    if len(times) > 2:
+        rate = (len(times) - 2) / (times[-1] - times[1])
+        STDERR.print(f"{len(times)} tokens, {rate:.1f} tokens/s after compilation on {jax.devices()[0].device_kind}")
+
+
+@app.command()
+@click.argument("ckpt")
+@click.option(
+    "--tokens", required=True, type=click.Path(dir_okay=False), help=".npz with an integer array `tokens` [B, T]"
+)
+@click.option(
+    "--out", required=True, type=click.Path(dir_okay=False), help=".npz to write: `logits` [B, T, V] and the taps"
+)
+@click.option(
+    "--taps", default="", help="comma-separated names of intermediates, e.g. layers.3.out,layers.3.index_topk"
+)
+@numerics_option
+def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str) -> None:
+    """Write the logits of token ids to a file, with any intermediates; the file is complete or absent."""
+    with np.load(tokens) as file:
+        if "tokens" not in file:
+            raise click.ClickException(f"{tokens}: has no array `tokens`, only {', '.join(file) or 'nothing'}")
+        ids = file["tokens"]
+    if not Path(out).parent.is_dir():
+        raise click.ClickException(f"{out}: its directory does not exist")
+    model = load_model(ckpt, numerics)
+    with waiting("forward pass"):
+        values, seen = model(ids, taps=[name for name in taps.split(",") if name])
+        arrays = {"logits": to_host(values)} | {name: to_host(value) for name, value in seen.items()}
+    write_npz(Path(out), arrays)
+    STDERR.print(f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()))
+
+
+def to_host(value: jax.Array) -> np.ndarray:
+    """As NumPy's own dtypes can hold it: bfloat16 becomes float32."""
+    return np.asarray(value, np.float32 if value.dtype.name == "bfloat16" else value.dtype)
+
+
+def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write under another name, then rename: a reader never sees half a file, and a failure leaves the old one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            np.savez(stream, **arrays)  # type: ignore[arg-type]
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@app.command()
+def demo() -> None:
+    """The bundled checkpoint: its layer plan, the parity of its logits with the released program's, a generation."""
+    model = load_model("tiny", "float32")
+    Console().print(plan_table(model.config))
+    with waiting("prefill and decode"):
+        error, largest, positions = demo_parity(model, locate("tiny"))
+    print(f"\nLogits in float32 against the released program's, {positions} positions, prefill and decode:")
+    print(f"largest absolute difference {error:.1e} (logits reach {largest:.1f})\n")
+    if not error <= 1e-4:
+        raise click.ClickException(f"logits differ from the released program's by {error:.1e}, more than 1e-4")
+    print("Greedy continuation of 'The cafe' (the weights are random, and so is the text):")
+    with waiting("generation") as ready:
+        stream_text(model, "The cafe", 48, on_first=ready)
+
+
+def demo_parity(model: Model, directory: Path) -> tuple[float, float, int]:
+    """(largest difference, largest golden logit, positions compared) of golden case `b`, teacher forced."""
+    inputs, golden = np.load(directory / "inputs.npz"), np.load(directory / "outputs_float32.npz")
+    ids, prefill = inputs["b_ids"], int(inputs["b_prefill_len"])
+    cache = model.init_cache(ids.shape[0], ids.shape[1])
+    first, cache = model.step(ids[:, :prefill], cache)
+    found = [np.asarray(first)]
+    for position in range(prefill, ids.shape[1]):
+        one, cache = model.step(ids[:, position : position + 1], cache)
+        found.append(np.asarray(one))
+    wanted = np.concatenate([golden["b/prefill_logits"], golden["b/decode_logits"]], axis=1)
+    difference = np.abs(np.concatenate(found, axis=1) - wanted)
+    return float(difference.max()), float(np.abs(wanted).max()), wanted.shape[0] * wanted.shape[1]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point: whatever the input, an error is one line on stderr and exit status 2."""
+    try:
+        app.main(arguments, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+    except click.ClickException as error:
+        fail(error.format_message())
+    except (ValueError, OSError, NotImplementedError) as error:
+        fail(str(error))
+    except (click.Abort, KeyboardInterrupt):
+        fail("interrupted", 130)
+
+
+def fail(message: str, status: int = 2) -> None:
+    """One line on stderr, then exit."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
