@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from dsv41_jax.attention import Published
 from dsv41_jax.block import Block
@@ -20,7 +20,7 @@ from dsv41_jax.engram import EngramRows
 from dsv41_jax.linear import Linear, product_f32
 from dsv41_jax.norm import RMSNorm
 from dsv41_jax.quant import Numerics
-from dsv41_jax.vision import Aligner, Vision, delimiter
+from dsv41_jax.vision import Aligner, ImageInput, Vision, delimiter
 from pallas_kernels import mhc
 from pallas_kernels.formats import cast
 
@@ -49,13 +49,14 @@ def forward(
     num: Numerics,
     count: Int32[Array, " B"] | None = None,
     rows: Sequence[EngramRows] = (),
-    image: Bool[Array, "B T"] | None = None,
+    image: ImageInput | None = None,
     last_only: bool = False,
 ) -> tuple[Float32[Array, "B T_out V"], Cache, dict[str, Array]]:
     """(logits, the cache after these tokens, every intermediate by name). Pure; compile it with `jax.jit`.
 
     `count` says how many of the T tokens of each row are live (default: all); the rest is padding on the right.
-    `rows` are the Engram rows of the call (`engram.Memory.read`), one record a layer that has them. `last_only`
+    `rows` are the Engram rows of the call (`engram.Memory.read`), one record a layer that has them. `image` holds the
+    embeddings of image spans, which overwrite those of the placeholder ids. `last_only`
     gives the logits of each row's last live position instead of all T. What is not asked for of the intermediates
     costs nothing under jit.
     """
@@ -63,13 +64,16 @@ def forward(
     count = jnp.full((batch,), width, jnp.int32) if count is None else count
     span = Span.after(cache.length, count, width)
     h = cast(params.embed.weight[...][tokens], num.dtype)
+    mask = None if image is None else image.mask
+    if image is not None:
+        h = jnp.where(mask[..., None], cast(image.rows, num.dtype), h)
     x = jnp.broadcast_to(h[:, :, None], (batch, width, cfg.hc_mult, cfg.hidden_size))
     mix = jnp.zeros((batch, width, cfg.hc_mult), jnp.float32).at[..., 0].set(1.0)
     published, layers, taps = Published(), list[LayerCache](), dict[str, Array]()
 
     for plan, block, state in zip(cfg.layers, params.layers, cache.layers, strict=True):
         memory = None if plan.engram_slot is None else rows[plan.engram_slot]
-        x, mix, published, state, seen = block(x, mix, published, state, span, num, rows=memory, image=image)
+        x, mix, published, state, seen = block(x, mix, published, state, span, num, rows=memory, image=mask)
         layers.append(state)
         taps |= {f"layers.{plan.id}.{name}": value for name, value in seen.items()}
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 from tokenizers import Tokenizer
 
 from dsv41_jax import generate as generation
@@ -22,6 +22,18 @@ from dsv41_jax.config import Config
 from dsv41_jax.engram import EngramRows, Memory, compressed_ids
 from dsv41_jax.model import Transformer, forward
 from dsv41_jax.quant import numerics as numerics_named
+from dsv41_jax.vision import (
+    ImageInput,
+    ImageSource,
+    Patches,
+    encode,
+    expand_placeholders,
+    patch_places,
+    preprocess,
+    span_rows,
+    span_starts,
+    window_patches,
+)
 
 # Taps whose second axis counts compressed entries; that of all others counts tokens.
 ENTRY_TAPS = ("latent", "main_kv", "index_keys")
@@ -61,18 +73,29 @@ class Model:
 
         @partial(jax.jit, static_argnames=("taps", "last_only"), donate_argnames="cache")
         def step(
-            leaves: list[Array], tokens: Array, count: Array, rows: Any, cache: Cache, taps: tuple, last_only: bool
+            leaves: list[Array],
+            tokens: Array,
+            count: Array,
+            rows: Any,
+            image: Any,
+            cache: Cache,
+            taps: tuple,
+            last_only: bool,
         ) -> tuple[Array, Cache, dict[str, Array]]:
             tree = jax.tree.unflatten(structure, leaves)
             logits, cache, seen = forward(
-                tree, tokens, cache, config, num=self.numerics, count=count, rows=rows, last_only=last_only
+                tree, tokens, cache, config, num=self.numerics, count=count, rows=rows, image=image, last_only=last_only
             )
             unknown = [name for name in taps if name not in seen]
             if unknown:
                 raise ValueError(f"taps: {unknown[0]!r} is not one of {', '.join(seen)}")
             return logits, cache, {name: seen[name] for name in taps}
 
-        self._step = step
+        def encode_image(leaves: list[Array], *image: Array) -> tuple[Array, Array]:
+            tree = jax.tree.unflatten(structure, leaves)
+            return encode(tree.vision, tree.aligner, *image, self.numerics)
+
+        self._step, self._encode_image = step, jax.jit(encode_image)
 
     @classmethod
     def from_pretrained(
@@ -107,27 +130,37 @@ class Model:
         return init_cache(self.config, batch, capacity, self.numerics)
 
     def __call__(
-        self, tokens: ArrayLike, taps: Sequence[str] | None = None
+        self,
+        tokens: ArrayLike,
+        taps: Sequence[str] | None = None,
+        images: Sequence[Sequence[ImageSource]] | None = None,
     ) -> Float32[Array, "B T V"] | tuple[Float32[Array, "B T V"], dict[str, Array]]:
         """Logits [B, T, V] in float32 of every position; with `taps`, also those intermediates by name.
 
         Taps are `final_norm`, `main_hidden` and, as `layers.N.NAME`: out, pre_mix, attn_in, attn_out, ffn_out,
         moe_experts, moe_weights, and where the layer has them index_topk, candidate_blocks, latent, main_kv,
         index_keys, engram_hash_ids, engram_gate, engram_out, draft_feature. Axis 1 counts tokens, but compressed
-        entries for latent, main_kv and index_keys. Ids that are -1 are empty places.
+        entries for latent, main_kv and index_keys. Ids that are -1 are empty places. `images` are each row's images in
+        order; the row's ids hold their spans (`expand_images`).
         """
         array = self._checked(tokens)
         cache = self.init_cache(array.shape[0], self._capacity(array.shape[1]))
-        logits, _, seen = self._advance(array, cache, np.full(len(array), array.shape[1]), tuple(taps or ()))
+        image = None if images is None else self.embed_images(array, images)
+        logits, _, seen = self._advance(array, cache, np.full(len(array), array.shape[1]), tuple(taps or ()), image)
         return logits if taps is None else (logits, seen)
 
     def step(
-        self, tokens: ArrayLike, cache: Cache, lengths: ArrayLike | None = None, taps: Sequence[str] | None = None
+        self,
+        tokens: ArrayLike,
+        cache: Cache,
+        lengths: ArrayLike | None = None,
+        taps: Sequence[str] | None = None,
+        image: ImageInput | None = None,
     ) -> tuple[Float32[Array, "B T V"], Cache] | tuple[Float32[Array, "B T V"], Cache, dict[str, Array]]:
         """(logits of these T tokens, the cache after them). Any T, any chunking: the result does not depend on it.
 
         `lengths` [B] says how many of the T tokens of each row are live; logits past them mean nothing. With `taps`,
-        a third value as in a plain call. The cache is consumed (its buffers are reused): go on with the returned one,
+        a third value as in a plain call. `image` is the part of `embed_images` that belongs to these tokens. The cache is consumed (its buffers are reused): go on with the returned one,
         or `copy()` before. Raises ValueError, and changes nothing, when a token id is out of range or a row would
         outgrow the capacity.
         """
@@ -137,7 +170,7 @@ class Model:
         if count.shape != (batch,) or (count < 0).any() or (count > width).any():
             raise ValueError(f"lengths: {count.tolist()} is not one number in 0..{width} for each of {batch} rows")
         self._check_room(cache, count)
-        logits, cache, seen = self._advance(array, cache, count, tuple(taps or ()))
+        logits, cache, seen = self._advance(array, cache, count, tuple(taps or ()), image)
         return (logits, cache) if taps is None else (logits, cache, seen)
 
     def generate(
@@ -179,6 +212,54 @@ class Model:
             on_token=on_token,
         )
 
+    def expand_images(self, ids: Sequence[int], images: Sequence[ImageSource]) -> list[int]:
+        """Ids in which every image placeholder is as long as its image's span; spans that already are stay as they
+        are. Raises ValueError when the number of placeholders is not the number of images."""
+        return expand_placeholders(ids, [self._patches(image).plan.tokens for image in images], self.config)
+
+    def embed_images(self, tokens: ArrayLike, images: Sequence[Sequence[ImageSource]]) -> ImageInput:
+        """Run the vision tower over each row's images and lay their spans over the placeholders of `tokens` [B, T]."""
+        array = self._checked(tokens)
+        if not self.config.has_vision:
+            raise ValueError("images: this model has no vision tower (vision_config.num_hidden_layers 0)")
+        if len(images) != len(array):
+            raise ValueError(f"images: lists for {len(images)} rows, tokens have {len(array)}")
+        mask = np.zeros(array.shape, bool)
+        rows = jnp.zeros((*array.shape, self.config.hidden_size), self.numerics.dtype)
+        for row, (ids, sources) in enumerate(zip(array, images, strict=True)):
+            patches = [self._patches(source) for source in sources]
+            starts = span_starts(ids.tolist(), [p.plan.tokens for p in patches], self.config)
+            for start, image in zip(starts, patches, strict=True):
+                mask[row, start : start + image.plan.tokens] = True
+                rows = rows.at[row, start : start + image.plan.tokens].set(self.image_rows(image))
+        return ImageInput(jnp.asarray(mask), rows)
+
+    def image_rows(self, image: Patches) -> Float[Array, "span D"]:
+        """Embeddings of one image's span, in the activation dtype."""
+        _, aligned = self.encode_image(image)
+        delimiters = (getattr(self.params, f"image_{part}")[...] for part in ("start", "newline", "end"))
+        return span_rows(image.plan.roles, aligned, *delimiters)
+
+    def encode_image(self, image: Patches) -> tuple[Float[Array, "P X"], Float[Array, "cells D"]]:
+        """(tower output of each patch, aligner output of each window). Padded to a power of two of patches, so that
+        images of any size share a few compilations."""
+        cfg, live = self.config, len(image.values)
+        bucket = max(64, 1 << (live - 1).bit_length())
+        places = patch_places(image.plan, cfg.vision_patch_size)
+        windows = window_patches(image.plan, cfg.vision_patch_size, cfg.vision_downsample_ratio)
+        pads = [((0, bucket - len(array)), (0, 0)) for array in (image.values, places, windows)]
+        features, aligned = self._encode_image(
+            self._leaves,
+            np.pad(image.values, pads[0]),
+            np.pad(places, pads[1]),
+            np.pad(windows, pads[2], constant_values=-1),
+            np.int32(live),
+        )
+        return features[:live], aligned[: len(windows)]
+
+    def _patches(self, image: ImageSource | Patches) -> Patches:
+        return image if isinstance(image, Patches) else preprocess(image, self.config)
+
     def encode(self, text: str) -> list[int]:
         """BOS and the tokens of `text`. Raises ValueError when the checkpoint came without a tokenizer."""
         if self.tokenizer is None:
@@ -217,13 +298,19 @@ class Model:
             )
 
     def _advance(
-        self, tokens: Int32[np.ndarray, "B T"], cache: Cache, count: np.ndarray, taps: tuple[str, ...]
+        self,
+        tokens: Int32[np.ndarray, "B T"],
+        cache: Cache,
+        count: np.ndarray,
+        taps: tuple[str, ...],
+        image: ImageInput | None = None,
     ) -> tuple[Array, Cache, dict[str, Array]]:
         """Every chunk of a call, joined."""
         pieces = []
         for first, bucket in generation.chunks(tokens.shape[1]):
             here = np.clip(count - first, 0, bucket).astype(np.int32)
-            logits, cache, seen = self._run(tokens[:, first : first + bucket], cache, here, taps)
+            part = None if image is None else image.part(first, first + bucket)
+            logits, cache, seen = self._run(tokens[:, first : first + bucket], cache, here, taps, image=part)
             pieces.append({"": logits} | seen)
         joined = {name: jnp.concatenate([piece[name] for piece in pieces], axis=1) for name in pieces[0]}
         return joined.pop(""), cache, joined
@@ -234,16 +321,24 @@ class Model:
         cache: Cache,
         count: Int32[np.ndarray, " B"],
         taps: tuple[str, ...] = (),
+        *,
         last_only: bool = False,
+        image: ImageInput | None = None,
     ) -> tuple[Array, Cache, dict[str, Array]]:
         """One chunk, padded to its bucket and cut back."""
         live = tokens.shape[1]
         bucket = next(b for b in generation.BUCKETS if b >= live)
-        padded = np.pad(tokens, ((0, 0), (0, bucket - live)), constant_values=self.config.pad_token_id)
+        short = ((0, 0), (0, bucket - live))
+        padded = np.pad(tokens, short, constant_values=self.config.pad_token_id)
+        if image is not None:
+            image = ImageInput(jnp.pad(image.mask, short), jnp.pad(image.rows, (*short, (0, 0))))
         rows: tuple[EngramRows, ...] = ()
         if self.memory is not None:
-            rows, history = self.memory.read(padded, count, np.asarray(cache.history))
-        logits, cache, seen = self._step(self._leaves, padded, count, rows, cache, taps=taps, last_only=last_only)
+            mask = None if image is None else np.asarray(image.mask)
+            rows, history = self.memory.read(padded, count, np.asarray(cache.history), mask)
+        logits, cache, seen = self._step(
+            self._leaves, padded, count, rows, image, cache, taps=taps, last_only=last_only
+        )
         if self.memory is not None:
             cache = replace(cache, history=jnp.asarray(history))
         return logits if last_only else logits[:, :live], cache, {n: self._cut(n, v, live) for n, v in seen.items()}
