@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from dsv41_jax.cache import LayerCache, Span, push_window, window_ids, write_entries
+from dsv41_jax.cache import LayerCache, Span, push_ring, window_ids, write_entries
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.indexer import Indexer
@@ -65,7 +65,7 @@ class Attention(nnx.Module):
     ) -> tuple[LayerCache, dict[str, Array]]:
         """Full mode: append the entries and index keys of the groups that this call finishes."""
         assert self.compressor is not None and self.indexer is not None
-        latent, finished, open_kv, open_gate = self.compressor(x, cache, span, num)
+        latent, finished, cache = self.compressor(x, cache, span, num)
         ratio = self.plan.ratio
         first = span.start // ratio
         positions = (first[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)) * ratio
@@ -75,31 +75,56 @@ class Attention(nnx.Module):
             cache,
             main=write_entries(cache.main, entries, first, finished),
             index_keys=write_entries(cache.index_keys, keys, first, finished),
-            open_kv=open_kv,
-            open_gate=open_gate,
         )
         return cache, {"latent": latent, "main_kv": entries, "index_keys": keys}
 
-    def project_out(self, o: Float[Array, "B T N H"], num: Numerics) -> Float[Array, "B T D"]:
-        """The block-diagonal Wo_a, whose input the released program does not quantize, then Wo_b."""
-        groups, rank = self.cfg.o_groups, self.cfg.o_lora_rank
-        blocks = self.wo_a.dense(num.dtype).reshape(groups, rank, -1)
-        grouped = o.reshape(*o.shape[:2], groups, -1)
-        low = jnp.stack([cast(product(grouped[:, :, g], blocks[g]), num.dtype) for g in range(groups)], axis=2)
-        return self.wo_b(low.reshape(*o.shape[:2], -1), num)
+    def queries(
+        self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], num: Numerics
+    ) -> tuple[Float[Array, "B T Q"], Float[Array, "B T N H"]]:
+        """(the query residual, which is the indexer's input too; the rotated queries)."""
+        q_r = self.q_norm(self.wq_a(x, num), num)
+        q = self.wq_b(q_r, num).reshape(*x.shape[:2], self.cfg.num_attention_heads, self.cfg.head_dim)
+        return q_r, rotate(q, positions, layer_frequencies(self.cfg, self.plan.ratio))
+
+    def window_rows(
+        self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], num: Numerics
+    ) -> Float[Array, "B T H"]:
+        """This layer's own latent of each token: rotated, then rounded as the window cache holds it."""
+        kv = self.kv_norm(self.wkv(x, num), num)
+        return num.window(rotate(kv, positions, layer_frequencies(self.cfg, self.plan.ratio)))
+
+    def read(
+        self,
+        q: Float[Array, "B T N H"],
+        window: Float[Array, "B X H"],
+        window_ids: Int32[Array, "B T W"],
+        main: Float[Array, "B S H"] | None,
+        main_ids: Int32[Array, "B T C"] | None,
+        positions: Int32[Array, "B T"],
+        num: Numerics,
+    ) -> Float[Array, "B T D"]:
+        """Attend to the named rows, rotate back, project. The released program does not quantize Wo_a's input."""
+        cfg, shape = self.cfg, q.shape[:2]
+        if main is None:
+            main, main_ids = window[:, :0], jnp.zeros((*shape, 0), jnp.int32)
+        sink, scale = self.attn_sink[...], cfg.head_dim**-0.5
+        o, _ = sparse_attention(q, window, window_ids, main, main_ids, sink, scale=scale, backend=num.backend)
+        o = rotate(cast(o, num.dtype), positions, layer_frequencies(cfg, self.plan.ratio), inverse=True)
+        grouped = o.reshape(*shape, cfg.o_groups, -1)
+        blocks = self.wo_a.dense(num.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+        low = [cast(product(grouped[:, :, g], blocks[g]), num.dtype) for g in range(cfg.o_groups)]
+        return self.wo_b(jnp.concatenate(low, axis=-1), num)
 
     def __call__(
         self, x: Float[Array, "B T D"], published: Published, cache: LayerCache, span: Span, num: Numerics
     ) -> tuple[Float[Array, "B T D"], Published, LayerCache, dict[str, Array]]:
         """(output, what now stands published, new cache, taps). x is the normed input."""
-        cfg, taps = self.cfg, dict[str, Array]()
-        freqs = layer_frequencies(cfg, self.plan.ratio)
-        q_r = self.q_norm(self.wq_a(x, num), num)
-        q = self.wq_b(q_r, num).reshape(*x.shape[:2], cfg.num_attention_heads, cfg.head_dim)
-        q = rotate(q, span.positions, freqs)
-        kv = num.window(rotate(self.kv_norm(self.wkv(x, num), num), span.positions, freqs))
+        taps: dict[str, Array] = {}
+        q_r, q = self.queries(x, span.positions, num)
+        kv = self.window_rows(x, span.positions, num)
         window = jnp.concatenate([cache.window, kv], axis=1)
-        cache = replace(cache, window=push_window(cache.window, kv, span))
+        ids = window_ids(span, self.cfg.sliding_window, cache.window.shape[1])
+        cache = replace(cache, window=push_ring(cache.window, kv, span))
 
         if self.compressor is not None:
             cache, taps = self.compress(x, cache, span, num)
@@ -111,13 +136,6 @@ class Attention(nnx.Module):
             if self.plan.publishes_candidates:
                 taps["candidate_blocks"] = blocks
 
-        if self.plan.ratio:
-            main, chosen = published.main, published.selected
-        else:
-            main, chosen = kv[:, :0], jnp.zeros((*x.shape[:2], 0), jnp.int32)
-        ids = window_ids(span, cfg.sliding_window)
-        scale = cfg.head_dim**-0.5
-        o, _ = sparse_attention(q, window, ids, main, chosen, self.attn_sink[...], scale=scale, backend=num.backend)
-        o = rotate(cast(o, num.dtype), span.positions, freqs, inverse=True)
-        y = self.project_out(o, num)
+        main, chosen = (published.main, published.selected) if self.plan.ratio else (None, None)
+        y = self.read(q, window, ids, main, chosen, span.positions, num)
         return y, published, cache, taps | {"attn_out": y}

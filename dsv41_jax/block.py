@@ -5,6 +5,9 @@ a site:  (pre, post, comb) = coefficients(X)          from X before the sublayer
          X = post * y + comb applied to X;  mix = pre
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32
@@ -19,6 +22,8 @@ from dsv41_jax.norm import RMSNorm
 from dsv41_jax.quant import Numerics
 from pallas_kernels import mhc
 from pallas_kernels.formats import cast
+
+Carried = Any  # what an attention site hands through beside its output
 
 
 def hyper_connection(cfg: Config) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
@@ -59,6 +64,26 @@ class Block(nnx.Module):
             backend=num.backend,
         )
 
+    def sites(
+        self,
+        x: Float[Array, "B T M D"],
+        mix: Float32[Array, "B T M"],
+        attend: Callable[[Array], tuple[Array, Carried]],
+        image: Bool[Array, "B T"] | None,
+        num: Numerics,
+    ) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"], Carried, dict[str, Array]]:
+        """(streams, next mix, what `attend` carries, taps): the attention site, then the expert site."""
+        pre, post, comb = self.coefficients(x, "attn", num)
+        seen = self.attn_norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+        y, carried = attend(seen)
+        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
+
+        next_mix, post, comb = self.coefficients(x, "ffn", num)
+        y = self.ffn_norm(cast(mhc.collapse(x, pre, backend=num.backend), num.dtype), num)
+        y, taps = self.ffn(y, image, num)
+        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
+        return x, next_mix, carried, taps | {"attn_in": seen, "pre_mix": next_mix, "out": x}
+
     def __call__(
         self,
         x: Float[Array, "B T M D"],
@@ -79,15 +104,9 @@ class Block(nnx.Module):
         if self.plan.draft_feature:
             taps["draft_feature"] = cast(jnp.mean(x.astype(jnp.float32), axis=-2), num.dtype)
 
-        pre, post, comb = self.coefficients(x, "attn", num)
-        y = self.attn_norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
-        taps["attn_in"] = y
-        y, published, cache, attn_taps = self.attn(y, published, cache, span, num)
-        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
+        def attend(y: Array) -> tuple[Array, tuple[Published, LayerCache, dict[str, Array]]]:
+            y, stands, kept, seen = self.attn(y, published, cache, span, num)
+            return y, (stands, kept, seen)
 
-        next_mix, post, comb = self.coefficients(x, "ffn", num)
-        y = self.ffn_norm(cast(mhc.collapse(x, pre, backend=num.backend), num.dtype), num)
-        y, ffn_taps = self.ffn(y, image, num)
-        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
-        taps |= attn_taps | ffn_taps | {"pre_mix": next_mix, "out": x}
-        return x, next_mix, published, cache, taps
+        x, mix, (published, cache, attn_taps), site_taps = self.sites(x, mix, attend, image, num)
+        return x, mix, published, cache, taps | attn_taps | site_taps

@@ -1,15 +1,19 @@
 """What a sequence remembers: a pytree that goes into every step and comes out new (paper 3.2; architecture 12).
 
-    window      ring of W latent rows a layer; position p stands in slot p % W
+    window      ring of latent rows a layer, the last W and `spare` more; position p stands in slot p % rows
     main        compressed entries of a Full layer, entry j at row j, S = capacity / ratio rows
     index_keys  their index keys
-    open_kv,    the tokens of a Full layer's unfinished group (ratio - 1 rows, float32, before the gate's softmax)
-      open_gate
-    history     the last compressed token ids for Engram, newest last; -1: none (before the start, or behind an image)
+    open_kv,    rings of a Full layer's last tokens, for its unfinished group (ratio - 1 rows and `spare` more, float32,
+      open_gate before the gate's softmax; none at ratio 1)
+    drafts      rings of the draft stages, written from what the drafter reads of each token
+    history     ring of the last compressed token ids for Engram; -1: no token, or one at or behind an image
     length      tokens seen, for each row of the batch
 
 Rows of a batch may have different lengths. A call of T tokens carries `count` live ones a row; the rest is padding on
 the right, computes values that nobody reads and writes nothing.
+
+Everything is found by position, so a sequence is taken back by lowering its `length` (`rewind`): entries past it are
+dead, and the spare rows keep the last `spare` tokens from having overwritten anything that is still read.
 """
 
 from __future__ import annotations
@@ -44,11 +48,16 @@ class Cache:
     length: Int32[Array, " B"]
     history: Int32[Array, "B past"]
     layers: tuple[LayerCache, ...]
+    drafts: tuple[Float[Array, "B W H"], ...]
     capacity: int = field(metadata={"static": True})
 
     def copy(self) -> Cache:
         """An independent copy: `Model.step` consumes the cache it is given, so copy before you fork."""
         return jax.tree.map(jnp.copy, self)
+
+    def rewind(self, length: Int32[Array, " B"]) -> Cache:
+        """The cache as it was at `length`, at most `Config.spare` tokens back in each row (of one call, or decoded)."""
+        return replace(self, length=length)
 
     def take(self, rows: Int32[Array, " K"]) -> Cache:
         """The cache of `rows` of this batch, in that order; rows may repeat."""
@@ -61,24 +70,27 @@ def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
         if not 1 <= value <= most:
             raise ValueError(f"{name}: {value} is not in 1..{most}")
 
+    def ring() -> Array:
+        return jnp.zeros((batch, cfg.sliding_window + cfg.spare, cfg.head_dim), num.dtype)
+
     def layer(ratio: int, owns_kv: bool) -> LayerCache:
-        window = jnp.zeros((batch, cfg.sliding_window, cfg.head_dim), num.dtype)
         if not owns_kv:
-            return LayerCache(window)
-        entries, rest = capacity // ratio, (batch, ratio - 1, cfg.head_dim)
+            return LayerCache(ring())
+        entries, rest = capacity // ratio, (batch, ratio - 1 + cfg.spare if ratio > 1 else 0, cfg.head_dim)
         return LayerCache(
-            window,
+            ring(),
             jnp.zeros((batch, entries, cfg.head_dim), num.dtype),
             jnp.zeros((batch, entries, cfg.index_head_dim), num.dtype),
             jnp.zeros(rest, jnp.float32),
             jnp.zeros(rest, jnp.float32),
         )
 
-    past = max(cfg.engram_max_ngram_size - 1, 0)
+    past = cfg.engram_max_ngram_size - 1 + cfg.spare if cfg.engram_layer_ids else 0
     return Cache(
         jnp.zeros((batch,), jnp.int32),
         jnp.full((batch, past), -1, jnp.int32),
         tuple(layer(plan.ratio, plan.owns_kv) for plan in cfg.layers),
+        tuple(ring() for _ in range(cfg.num_nextn_predict_layers)),
         capacity,
     )
 
@@ -102,20 +114,21 @@ class Span:
         return self.start + self.count
 
 
-def window_ids(span: Span, window: int) -> Int32[Array, "B T W"]:
-    """Rows of [ring, this call's rows] that each query sees: itself and the W - 1 positions before it; -1: none."""
+def window_ids(span: Span, window: int, ring: int) -> Int32[Array, "B T W"]:
+    """Rows of [a ring of `ring` rows, this call's rows] that each query sees: itself and the W - 1 positions before
+    it; -1: none."""
     seen = span.positions[..., None] - jnp.arange(window - 1, -1, -1, dtype=jnp.int32)
     start = span.start[:, None, None]
-    ids = jnp.where(seen < start, seen % window, window + seen - start)
+    ids = jnp.where(seen < start, seen % ring, ring + seen - start)
     return jnp.where(seen < 0, -1, ids)
 
 
-def push_window(ring: Float[Array, "B W H"], new: Float[Array, "B T H"], span: Span) -> Float[Array, "B W H"]:
-    """The ring after this call: slot s holds the newest position p with p % W == s. Gathers, so that it cannot write
+def push_ring(ring: Float[Array, "B R H"], new: Float[Array, "B T H"], span: Span) -> Float[Array, "B R H"]:
+    """The ring after this call: slot s holds the newest position p with p % R == s. Gathers, so that it cannot write
     a slot twice."""
-    window = ring.shape[1]
+    rows = ring.shape[1]
     last = span.end[:, None] - 1
-    position = last - (last - jnp.arange(window, dtype=jnp.int32)) % window
+    position = last - (last - jnp.arange(rows, dtype=jnp.int32)) % rows
     row = jnp.clip(position - span.start[:, None], 0, new.shape[1] - 1)
     fresh = jnp.take_along_axis(new, row[..., None], axis=1)
     return jnp.where((position >= span.start[:, None])[..., None], fresh, ring)
@@ -129,8 +142,3 @@ def write_entries(
     number = jnp.arange(new.shape[1], dtype=jnp.int32)
     slots = jnp.where(number < count[:, None], first[:, None] + number, store.shape[1])
     return jax.vmap(lambda rows, slot, value: rows.at[slot].set(value, mode="drop"))(store, slots, new)
-
-
-def with_layers(cache: Cache, layers: list[LayerCache], count: Int32[Array, " B"]) -> Cache:
-    """The cache after `count` more tokens a row."""
-    return replace(cache, layers=tuple(layers), length=cache.length + count)

@@ -162,8 +162,8 @@ def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str) -> None:
         raise click.ClickException(f"{out}: its directory does not exist")
     model = load_model(ckpt, numerics)
     with waiting("forward pass"):
-        values, seen = model(ids, taps=[name for name in taps.split(",") if name])  # type: ignore[misc]
-        arrays = {"logits": to_host(values)} | {name: to_host(value) for name, value in seen.items()}
+        values, seen = model(ids, taps=[name for name in taps.split(",") if name])
+        arrays = {name: to_host(value) for name, value in {"logits": values, **seen}.items()}
     write_npz(Path(out), arrays)
     STDERR.print(f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()))
 

@@ -3,15 +3,17 @@
     ratio 1:  latent_t = rmsnorm(x_t Wkv)
     ratio r:  latent_j = rmsnorm(sum_i softmax_i(x_i Wgate) * (x_i Wkv)),  i = r j .. r j + r - 1, channel by channel
 
-Groups do not overlap and carry no positional bias. The tokens of an unfinished group wait in the cache.
+Groups do not overlap and carry no positional bias. The tokens of an unfinished group wait in rings in the cache.
 """
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from dsv41_jax.cache import LayerCache, Span
+from dsv41_jax.cache import LayerCache, Span, push_ring
 from dsv41_jax.config import Config
 from dsv41_jax.linear import Linear, product_f32
 from dsv41_jax.norm import RMSNorm
@@ -28,14 +30,13 @@ def group_positions(span: Span, ratio: int, tokens: int) -> tuple[Int32[Array, "
 
 
 def rows_at(
-    waiting: Float32[Array, "B rest H"], new: Float32[Array, "B T H"], position: Int32[Array, "B K r"], span: Span
+    ring: Float32[Array, "B R H"], new: Float32[Array, "B T H"], position: Int32[Array, "B K r"], span: Span
 ) -> Float32[Array, "B K r H"]:
-    """Rows of this call at `position`, and of the open group where that lies before it."""
-    rest = waiting.shape[1]
-    start = span.start[:, None, None]
-    row = jnp.where(position < start, position - start // (rest + 1) * (rest + 1), rest + position - start)
-    row = jnp.clip(row, 0, rest + new.shape[1] - 1)
-    return jax.vmap(lambda rows, index: rows[index])(jnp.concatenate([waiting, new], axis=1), row)
+    """Rows of this call at `position`, and of the ring where that lies before it."""
+    size, start = ring.shape[1], span.start[:, None, None]
+    row = jnp.where(position < start, position % size, size + position - start)
+    row = jnp.minimum(row, size + new.shape[1] - 1)
+    return jax.vmap(lambda rows, index: rows[index])(jnp.concatenate([ring, new], axis=1), row)
 
 
 def pool(kv: Float32[Array, "*lead r H"], gate: Float32[Array, "*lead r H"]) -> Float32[Array, "*lead H"]:
@@ -52,17 +53,14 @@ class Compressor(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, num: Numerics
-    ) -> tuple[Float[Array, "B K H"], Int32[Array, " B"], Float32[Array, "B rest H"], Float32[Array, "B rest H"]]:
-        """(latents, how many are finished, kv and gate rows that wait). Latent k is entry start // ratio + k."""
+    ) -> tuple[Float[Array, "B K H"], Int32[Array, " B"], LayerCache]:
+        """(latents, how many of them are finished, the cache that waits on). Latent k is entry start // ratio + k."""
         if self.wgate is None:
-            return self.norm(self.wkv(x, num), num), span.count, cache.open_kv, cache.open_gate
+            return self.norm(self.wkv(x, num), num), span.count, cache
         kv, gate = (product_f32(x, w.weight[...]) for w in (self.wkv, self.wgate))
         position, finished = group_positions(span, self.ratio, x.shape[1])
         latent = pool(*(rows_at(*rows, position, span) for rows in ((cache.open_kv, kv), (cache.open_gate, gate))))
-        latent = self.norm(cast(latent, num.dtype), num)
-
-        rest = (span.end // self.ratio * self.ratio)[:, None] + jnp.arange(self.ratio - 1, dtype=jnp.int32)
-        waits = (rest < span.end[:, None])[..., None]
-        open_kv = jnp.where(waits, rows_at(cache.open_kv, kv, rest[..., None], span)[:, :, 0], 0.0)
-        open_gate = jnp.where(waits, rows_at(cache.open_gate, gate, rest[..., None], span)[:, :, 0], 0.0)
-        return latent, jnp.sum(finished, axis=1, dtype=jnp.int32), open_kv, open_gate
+        cache = replace(
+            cache, open_kv=push_ring(cache.open_kv, kv, span), open_gate=push_ring(cache.open_gate, gate, span)
+        )
+        return self.norm(cast(latent, num.dtype), num), jnp.sum(finished, axis=1, dtype=jnp.int32), cache

@@ -236,6 +236,11 @@ class Config:
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
     @property
+    def spare(self) -> int:
+        """Rows that rings hold beyond their need, so that as many drafted tokens can be written and taken back."""
+        return self.dspark_block_size if self.num_nextn_predict_layers else 0
+
+    @property
     def candidate_pool(self) -> int:
         """Most entries that the layers above the candidate source score per query."""
         return self.candidate_topk_blocks * self.candidate_block_size

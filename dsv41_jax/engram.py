@@ -167,21 +167,27 @@ class Memory:
         self,
         tokens: Int32[np.ndarray, "B T"],
         count: Int32[np.ndarray, " B"],
-        history: Int32[np.ndarray, "B past"],
+        start: Int32[np.ndarray, " B"],
+        history: Int32[np.ndarray, "B ring"],
         image: Bool[np.ndarray, "B T"] | None = None,
-    ) -> tuple[tuple[EngramRows, ...], Int32[np.ndarray, "B past"]]:
-        """(rows of each table, the history after `count` tokens). Positions where `image` is set block what follows."""
+    ) -> tuple[tuple[EngramRows, ...], Int32[np.ndarray, "B ring"]]:
+        """(rows of each table, the ring of ids after `count` tokens from position `start` on). Positions where `image`
+        is set block what follows."""
         ids = self.token_map[tokens]
         if image is not None:
             ids = np.where(image, NONE, ids)
-        back = look_back(ids, history, self.pad)
+        past = np.asarray(start)[:, None] - np.arange(len(self.layouts[0].multipliers) - 1, 0, -1)
+        before = np.take_along_axis(history, past % history.shape[1], axis=1)
+        back = look_back(ids, np.where(past < 0, NONE, before), self.pad)
         rows = []
         for layout, table in zip(self.layouts, self.tables, strict=True):
             at = hash_rows(back, layout)
             rows.append(EngramRows(*map(jnp.asarray, (table.weight[at], table.scale[at], at.astype(np.int32)))))
-        line = np.concatenate([history, ids], axis=1)
-        newest = count[:, None] + np.arange(history.shape[1])
-        return tuple(rows), np.take_along_axis(line, newest, axis=1).astype(np.int32)
+        history = history.copy()
+        for row, (first, live) in enumerate(zip(start, count, strict=True)):
+            newest = np.arange(max(0, live - history.shape[1]), live)
+            history[row, (first + newest) % history.shape[1]] = ids[row, newest]
+        return tuple(rows), history
 
 
 def gates(

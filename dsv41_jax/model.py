@@ -5,6 +5,7 @@ Prefill, a chunk of a prefill and a decode step are this one function with a dif
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +14,9 @@ from jaxtyping import Array, Float32, Int32
 
 from dsv41_jax.attention import Published
 from dsv41_jax.block import Block
-from dsv41_jax.cache import Cache, LayerCache, Span, with_layers
+from dsv41_jax.cache import Cache, LayerCache, Span
 from dsv41_jax.config import Config
-from dsv41_jax.dspark import DraftStage
+from dsv41_jax.dspark import DraftStage, observe
 from dsv41_jax.engram import EngramRows
 from dsv41_jax.linear import Linear, product_f32
 from dsv41_jax.norm import RMSNorm
@@ -83,10 +84,13 @@ def forward(
         mix = jnp.take_along_axis(mix, newest, axis=1)
     hidden = params.norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
     taps["final_norm"] = hidden
-    features = [taps[f"layers.{layer}.draft_feature"] for layer in cfg.dspark_target_layer_ids]
-    if features:
+    drafts = cache.drafts
+    if drafts:
+        features = [taps[f"layers.{layer}.draft_feature"] for layer in cfg.dspark_target_layer_ids]
         taps["main_hidden"] = jnp.concatenate(features, axis=-1)
-    return product_f32(hidden, params.head.weight[...]), with_layers(cache, layers, count), taps
+        drafts = observe(params.mtp, taps["main_hidden"], drafts, span, num)
+    cache = replace(cache, layers=tuple(layers), drafts=drafts, length=span.end)
+    return product_f32(hidden, params.head.weight[...]), cache, taps
 
 
 def abstract_parameters(cfg: Config) -> Transformer:

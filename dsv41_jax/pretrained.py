@@ -93,7 +93,7 @@ class Model:
 
         def encode_image(leaves: list[Array], *image: Array) -> tuple[Array, Array]:
             tree = jax.tree.unflatten(structure, leaves)
-            return encode(tree.vision, tree.aligner, *image, self.numerics)
+            return encode(tree.vision, tree.aligner, *image, num=self.numerics)
 
         self._step, self._encode_image = step, jax.jit(encode_image)
 
@@ -134,8 +134,8 @@ class Model:
         tokens: ArrayLike,
         taps: Sequence[str] | None = None,
         images: Sequence[Sequence[ImageSource]] | None = None,
-    ) -> Float32[Array, "B T V"] | tuple[Float32[Array, "B T V"], dict[str, Array]]:
-        """Logits [B, T, V] in float32 of every position; with `taps`, also those intermediates by name.
+    ) -> Any:
+        """Logits [B, T, V] in float32 of every position; with `taps`, (logits, {name: array}) of those intermediates.
 
         Taps are `final_norm`, `main_hidden` and, as `layers.N.NAME`: out, pre_mix, attn_in, attn_out, ffn_out,
         moe_experts, moe_weights, and where the layer has them index_topk, candidate_blocks, latent, main_kv,
@@ -156,13 +156,13 @@ class Model:
         lengths: ArrayLike | None = None,
         taps: Sequence[str] | None = None,
         image: ImageInput | None = None,
-    ) -> tuple[Float32[Array, "B T V"], Cache] | tuple[Float32[Array, "B T V"], Cache, dict[str, Array]]:
-        """(logits of these T tokens, the cache after them). Any T, any chunking: the result does not depend on it.
+    ) -> Any:
+        """(logits [B, T, V] of these tokens, the cache after them). Any T, any chunking: the result does not depend on it.
 
         `lengths` [B] says how many of the T tokens of each row are live; logits past them mean nothing. With `taps`,
-        a third value as in a plain call. `image` is the part of `embed_images` that belongs to these tokens. The cache is consumed (its buffers are reused): go on with the returned one,
-        or `copy()` before. Raises ValueError, and changes nothing, when a token id is out of range or a row would
-        outgrow the capacity.
+        a third value as in a plain call; `image` is the part of `embed_images` that belongs to these tokens. The cache
+        is consumed (its buffers are reused): go on with the returned one, or `copy()` before. Raises ValueError, and
+        changes nothing, when a token id is out of range or a row would outgrow the capacity.
         """
         array = self._checked(tokens)
         batch, width = array.shape
@@ -335,7 +335,8 @@ class Model:
         rows: tuple[EngramRows, ...] = ()
         if self.memory is not None:
             mask = None if image is None else np.asarray(image.mask)
-            rows, history = self.memory.read(padded, count, np.asarray(cache.history), mask)
+            length, history = np.asarray(cache.length), np.asarray(cache.history)
+            rows, history = self.memory.read(padded, count, length, history, mask)
         logits, cache, seen = self._step(
             self._leaves, padded, count, rows, image, cache, taps=taps, last_only=last_only
         )

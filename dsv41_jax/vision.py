@@ -260,6 +260,7 @@ def encode(
     places: Int32[Array, "P 2"],
     windows: Int32[Array, "cells square"],
     count: Int32[Array, ""],
+    *,
     num: Numerics,
 ) -> tuple[Float[Array, "P X"], Float[Array, "cells D"]]:
     """(tower output, aligner output) of one image whose first `count` patches are live."""

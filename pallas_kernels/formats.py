@@ -77,9 +77,9 @@ def round_e4m3_ratio(x: Float32[Array, "*shape"], divisor: float) -> Float32[Arr
 
 def e2m1_codes(x: Float32[Array, "*shape"], scale: Float32[Array, "*#shape"]) -> UInt8[Array, "*shape"]:
     """Codes 0..15 of x / scale: nearest, ties to the even mantissa, saturating at 6. Compares; does not divide."""
-    size = jnp.abs(x)
+    size = jnp.abs(x)  # thresholds of the smallest scales are subnormal and may be flushed: zero is tested for itself
     code = sum(
-        (size > t * scale if to_even else size >= t * scale).astype(jnp.uint8)
+        (size > t * scale if to_even else (size >= t * scale) & (size > 0)).astype(jnp.uint8)
         for t, to_even in ((0.25, 1), (0.75, 0), (1.25, 1), (1.75, 0), (2.5, 1), (3.5, 0), (5.0, 1))
     )
     return code + jnp.where(jnp.signbit(x), jnp.uint8(8), jnp.uint8(0))
@@ -100,8 +100,11 @@ def dequantize_fp4(
     packed: UInt8[Array, "*lead half"], scale: Shaped[Array, "*lead groups"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*lead all"]:
     """MXFP4 rows: E2M1 codes times one E8M0 scale per 32 columns, exact in bfloat16 and float32."""
+    groups = -(-packed.shape[-1] // 16)
+    if scale.shape != (*packed.shape[:-1], groups):
+        raise ValueError(f"scale: shape {scale.shape} does not match packed {packed.shape}, one scale per 16 bytes")
     values = e2m1_value(unpack_e2m1(packed))
-    return (values * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(dtype)
+    return (values * jnp.repeat(e8m0_value(scale), 32, axis=-1)[..., : values.shape[-1]]).astype(dtype)
 
 
 def dequantize_fp8(

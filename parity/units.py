@@ -109,7 +109,7 @@ def _windows(z: dict[str, np.ndarray]) -> Iterator[Row]:
         window, position = (int(n) for n in re.findall(r"\d+", name))
         start, tokens = (position, 1) if name.startswith("decode") else (0, position)
         count = jnp.full((1,), tokens, jnp.int32)
-        ids = np.asarray(window_ids(Span.after(jnp.full((1,), start, jnp.int32), count, tokens), window))
+        ids = np.asarray(window_ids(Span.after(jnp.full((1,), start, jnp.int32), count, tokens), window, window))
         slots = np.where(ids >= window, (start + ids - window) % (window if start else 1 << 30), ids)
         rows = [sorted(i for i in row if i >= 0) for row in slots[0].tolist()]
         golden = [sorted(i for i in row if i >= 0) for row in z[key][0].tolist()]

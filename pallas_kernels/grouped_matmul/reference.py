@@ -52,6 +52,8 @@ def experts(
 ) -> Float32[Array, "T D"]:
     tokens, per_token = ids.shape
     total, dtype = tokens * per_token, x.dtype
+    if total == 0:
+        return jnp.zeros(x.shape, jnp.float32)
     tile = tile_rows(total, w1[0].shape[0])
     expert, rows = _tiles(ids.reshape(-1), w1[0].shape[0], tile)
     x = round_input(x)

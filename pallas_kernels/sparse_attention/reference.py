@@ -45,7 +45,7 @@ def sparse_attention(
     scores = jnp.where((ids >= 0)[:, :, None], scores * scale, -jnp.inf)
     blocks = scores.reshape(*scores.shape[:-1], -1, BLOCK)
     running = jax.lax.cummax(jnp.maximum(blocks.max(axis=-1), LEAST), axis=3)
-    top = running[..., -1:]
+    top = jnp.where(running[..., -1:] > LEAST, running[..., -1:], sink[:, None])  # no key at all: only the sink
     p = jnp.exp(blocks - running[..., None])
     rescale = jnp.exp(running - top)
     total = jnp.sum(p.sum(axis=-1) * rescale, axis=-1) + jnp.exp(sink - top[..., 0])
