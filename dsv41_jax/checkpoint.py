@@ -116,6 +116,8 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start < end:
             problems.append(f"{name}: bytes overlap those of {last} in {file.name}")
+        elif info.start > end and len(tensors) == len(header):
+            problems.append(f"{name}: {info.start - end} bytes before it in {file.name} belong to no tensor")
         if info.stop > end:
             end, last = info.stop, name
     if not problems and end < size:
@@ -168,6 +170,7 @@ class Checkpoint:
     def __init__(self, path: str | Path):
         self.path = locate(path)
         self.config = Config.from_pretrained(self.path)
+        self.unread: set[str] = set()  # tensors that an index places in shards whose header cannot be read
         self.tensors, self.problems = self._headers()
         self._maps: dict[Path, np.memmap] = {}
 
@@ -196,6 +199,8 @@ class Checkpoint:
         for file in files:
             found, wrong = read_header(self.path / file)
             problems += wrong
+            if wrong and not found:
+                self.unread |= {name for name, where in placed.items() if where == file}
             for name, info in found.items():
                 if placed.get(name) != file:
                     problems.append(f"{name}: stands in {file}, which the index does not say")
@@ -215,7 +220,9 @@ class Checkpoint:
         all that is missing, unexpected, of another shape or dtype, or damaged. Reads headers only."""
         expected = expected_tensors(self.config, params)
         problems = list(self.problems)
-        damaged = {problem.split(":")[0] for problem in problems}
+        if problems and not self.tensors:
+            raise CheckpointError(self.path, problems)
+        damaged = {problem.split(":")[0] for problem in problems} | self.unread
         for name, wanted in expected.items():
             info = self.tensors.get(name)
             if info is None:
@@ -274,7 +281,8 @@ def _values(checkpoint: Checkpoint, expected: dict[str, Expected]) -> Iterator[t
 def load(checkpoint: Checkpoint, *, on_progress: Progress | None = None) -> Transformer:
     """The parameters on the default device, as stored: what is quantized stays quantized.
 
-    Checks first and allocates nothing if anything is wrong. `on_progress(done, total, name)` is called per parameter.
+    Every header is checked before anything is allocated; a scale that is NaN is found when it is read.
+    `on_progress(done, total, name)` is called per parameter.
     """
     abstract = abstract_parameters(checkpoint.config)
     expected = checkpoint.check(abstract)

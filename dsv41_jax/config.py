@@ -85,7 +85,7 @@ class Config:
     dsv41_jax.config.ConfigError: text_config.index_topk: 0 is not at least 1
     """
 
-    json_text: str
+    json_text: str = field(compare=False)
     bos_token_id: int = _key("bos_token_id")
     eos_token_id: int = _key("eos_token_id")
     pad_token_id: int = _key("pad_token_id")
@@ -173,14 +173,15 @@ class Config:
             document = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is not JSON ({error})") from None
         return cls.from_dict(document)
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Config:
+    def from_dict(cls, document: object) -> Config:
         """Check a nested config (the released layout) and flatten it; unknown keys are kept in `json_text`."""
-        _require(isinstance(document, Mapping), "config", document, "is not a JSON object")
+        if not isinstance(document, Mapping):
+            raise ConfigError(f"config: {document!r} is not a JSON object")
         values = {f.name: _lookup(document, f.metadata["key"], str(f.type)) for f in _KEYED}
         config = cls(json_text=json.dumps(document, ensure_ascii=False), **values)
         _validate(config)
@@ -275,6 +276,7 @@ def _lookup(document: Mapping[str, Any], key: str, kind: str) -> Any:
         return tuple(node)
     if kind.startswith("float"):
         _require(whole(node) or isinstance(node, float), key, node, "is not a number")
+        _require(abs(node) < 1e300, key, node, "is not a finite number")
         return float(node)
     if kind.startswith("int"):
         _require(whole(node), key, node, "is not an integer")
@@ -338,10 +340,12 @@ def _validate_sizes(cfg: Config, check: Any) -> None:
         check(name, getattr(cfg, name) >= 1, "is not at least 1")
     for name in (
         "swiglu_limit rms_norm_eps rope_theta compress_rope_theta yarn_factor yarn_beta_fast yarn_beta_slow hc_eps "
-        "routed_scaling_factor"
+        "routed_scaling_factor vision_rope_theta"
     ).split():
         value = getattr(cfg, name)
         check(name, 0 < value < float("inf"), "is not a positive finite number")
+    check("yarn_factor", cfg.yarn_factor >= 1, "is below 1")
+    check("yarn_beta_fast", cfg.yarn_beta_fast > cfg.yarn_beta_slow, f"is not above beta_slow {cfg.yarn_beta_slow}")
     for name in ("num_nextn_predict_layers", "vision_num_hidden_layers", "engram_compressed_vocab_size"):
         check(name, getattr(cfg, name) >= 0, "is negative")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "engram_pad_token_id"):
@@ -414,6 +418,9 @@ def _validate_extras(cfg: Config, check: Any) -> None:
     if cfg.has_vision:
         for name in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
             check(f"vision_{name}", getattr(cfg, f"vision_{name}") >= 1, "is not at least 1")
+        check("vision_max_image_tokens", cfg.vision_max_image_tokens >= 4, "is less than the 4 of the smallest span")
+        check("vision_min_pixels", cfg.vision_min_pixels >= 0, "is negative")
+        check("vision_max_wh_ratio", cfg.vision_max_wh_ratio is None, "is not supported, only null is")
         width, heads = cfg.vision_hidden_size, cfg.vision_num_attention_heads
         rule = f"does not split vision hidden_size {width} into heads of a multiple of 4"
         check("vision_num_attention_heads", width % (4 * heads) == 0, rule)

@@ -5,7 +5,7 @@
     block     embed(the next token, then noise), positions start + 1 .. start + K after the last main_x at `start`;
               each of them sees the ring's last W positions and the whole block, which never enters the ring
     base      head(rmsnorm(collapsed streams))
-    chain     logits_i = base_i + head_m(embed_m(token_i)); token_0 is the next token, token_{i+1} is drawn from logits_i
+    chain     logits_i = base_i + head_m(embed_m(token_i)); token_0 is the next token, token_{i+1} drawn from logits_i
     trust     confidence_i = [collapsed streams (not normed), embed_m(token_i)] . proj, a logit
 
 The lm head and the embedding are the backbone's.
@@ -44,6 +44,15 @@ class ConfidenceHead(nnx.Module):
         self.proj = Linear(1, cfg.hidden_size + cfg.dspark_markov_rank, ("heads", "width"))
 
 
+def block_ids(positions: Int32[Array, "B K"], window: int, ring: int) -> Int32[Array, "B K seen"]:
+    """Rows of [a ring of `ring` rows, the block's rows] that each position of a block sees: the W positions before
+    the block (-1 before the start) and all of the block."""
+    before = positions[:, :1] - jnp.arange(window, 0, -1, dtype=jnp.int32)
+    own = jnp.broadcast_to(ring + jnp.arange(positions.shape[1], dtype=jnp.int32), positions.shape)
+    ids = jnp.concatenate([jnp.where(before < 0, -1, before % ring), own], axis=-1)
+    return jnp.broadcast_to(ids[:, None], (*positions.shape, ids.shape[-1]))
+
+
 class DraftStage(Block):
     """A window-only block with experts of its own; the first stage fuses the input, the last one has the heads."""
 
@@ -68,11 +77,7 @@ class DraftStage(Block):
         num: Numerics,
     ) -> tuple[Float[Array, "B K M D"], Float32[Array, "B K M"]]:
         """(streams, next mix) of the block's positions, which all see each other and the ring before them."""
-        rows, block = ring.shape[1], x.shape[1]
-        accepted = positions[:, :1] - jnp.arange(self.cfg.sliding_window, 0, -1, dtype=jnp.int32)
-        ids = jnp.where(accepted < 0, -1, accepted % rows)
-        own = jnp.broadcast_to(rows + jnp.arange(block, dtype=jnp.int32), (x.shape[0], block))
-        ids = jnp.broadcast_to(jnp.concatenate([ids, own], axis=-1)[:, None], (x.shape[0], block, ids.shape[1] + block))
+        ids = block_ids(positions, self.cfg.sliding_window, ring.shape[1])
 
         def attend(y: Array) -> tuple[Array, None]:
             _, q = self.attn.queries(y, positions, num)

@@ -173,6 +173,9 @@ class Memory:
     ) -> tuple[tuple[EngramRows, ...], Int32[np.ndarray, "B ring"]]:
         """(rows of each table, the ring of ids after `count` tokens from position `start` on). Positions where `image`
         is set block what follows."""
+        bad = tokens[(tokens < 0) | (tokens >= len(self.token_map))]
+        if bad.size:
+            raise ValueError(f"tokens: id {bad[0]} is outside 0..{len(self.token_map) - 1}")
         ids = self.token_map[tokens]
         if image is not None:
             ids = np.where(image, NONE, ids)
@@ -182,7 +185,11 @@ class Memory:
         rows = []
         for layout, table in zip(self.layouts, self.tables, strict=True):
             at = hash_rows(back, layout)
-            rows.append(EngramRows(*map(jnp.asarray, (table.weight[at], table.scale[at], at.astype(np.int32)))))
+            weight, scale = table.weight[at], table.scale[at]
+            if (scale == 255).any():
+                row = at[(scale == 255).any(axis=-1)][0]
+                raise ValueError(f"Engram table: row {row} has a scale of E8M0 byte 255, which is NaN")
+            rows.append(EngramRows(jnp.asarray(weight), jnp.asarray(scale), jnp.asarray(at.astype(np.int32))))
         history = history.copy()
         for row, (first, live) in enumerate(zip(start, count, strict=True)):
             newest = np.arange(max(0, live - history.shape[1]), live)

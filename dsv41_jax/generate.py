@@ -5,6 +5,7 @@ anything once the buckets that a batch size needs are compiled.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -18,6 +19,18 @@ BUCKETS = (1, 16, 128, 512)
 
 Step = Callable[[np.ndarray, Cache, np.ndarray], tuple[Array, Cache]]
 OnToken = Callable[[int, int], None]
+OnStep = Callable[[np.ndarray, np.ndarray], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when a row ends."""
+
+    max_new_tokens: int
+    eos: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
 
 
 def chunks(tokens: int) -> list[tuple[int, int]]:
@@ -39,6 +52,11 @@ def nucleus(logits: Float32[Array, "B V"], top_p: float | Float32[Array, ""]) ->
     return jnp.where(kept, logits, -jnp.inf)
 
 
+def row_keys(key: Key[Array, ""], rows: int, step: int | Int32[Array, ""]) -> Key[Array, " B"]:
+    """A key for each row of a step: a row's draws do not depend on the rows beside it."""
+    return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(jnp.arange(rows))
+
+
 @partial(jax.jit, static_argnames="greedy")
 def sample(
     logits: Float32[Array, "B V"],
@@ -53,8 +71,8 @@ def sample(
     top_p. A row's draw depends on the key, the step and the row number, not on the other rows."""
     if greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(jnp.arange(logits.shape[0]))
-    noise = jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[1:]))(drawn)
+    keys = row_keys(key, logits.shape[0], step)
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[1:]))(keys)
     return jnp.argmax(nucleus(logits / temperature, top_p) + noise, axis=-1).astype(jnp.int32)
 
 
@@ -83,39 +101,52 @@ def prefill(step: Step, prompts: Sequence[Sequence[int]], cache: Cache, pad: int
     return newest, cache
 
 
+class Rows:
+    """The new tokens of each row, and which rows go on."""
+
+    def __init__(self, count: int, sampling: Sampling, on_token: OnToken | None):
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.alive = np.full(count, sampling.max_new_tokens > 0)
+        self._sampling, self._on_token = sampling, on_token
+
+    def add(self, row: int, token: int) -> None:
+        """Append to a living row; EOS (kept) and the limit end it."""
+        if not self.alive[row]:
+            return
+        self.tokens[row].append(token)
+        if self._on_token is not None:
+            self._on_token(row, token)
+        self.alive[row] = token != self._sampling.eos and self.left(row) > 0
+
+    def left(self, row: int) -> int:
+        """Tokens that a row may still add."""
+        return self._sampling.max_new_tokens - len(self.tokens[row])
+
+
 def generate(
     step: Step,
     prompts: Sequence[Sequence[int]],
     cache: Cache,
-    max_new_tokens: int,
-    *,
-    eos: int,
     pad: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """New token ids of each row, up to and including EOS. `step(tokens, cache, count)` gives last-position logits.
 
     `on_token(row, id)` is called for every new token as soon as it is known, rows in order within a step.
     """
-    check_sampling(max_new_tokens, temperature, top_p)
-    rows: list[list[int]] = [[] for _ in prompts]
-    if max_new_tokens == 0:
-        return rows
+    rows = Rows(len(prompts), sampling, on_token)
+    if not rows.alive.any():
+        return rows.tokens
     logits, cache = prefill(step, prompts, cache, pad)
-    key = jax.random.key(seed)
-    alive = np.ones(len(prompts), bool)
-    for number in range(max_new_tokens):
-        warmth = temperature or 1.0
-        drawn = np.asarray(sample(logits, key, number, warmth, top_p, greedy=temperature == 0))
-        for row in np.flatnonzero(alive):
-            rows[row].append(int(drawn[row]))
-            if on_token is not None:
-                on_token(int(row), int(drawn[row]))
-        alive &= drawn != eos
-        if number + 1 == max_new_tokens or not alive.any():
-            break
-        logits, cache = step(np.where(alive, drawn, pad)[:, None].astype(np.int32), cache, alive.astype(np.int32))
-    return rows
+    key, greedy = jax.random.key(sampling.seed), sampling.temperature == 0
+    number = 0
+    while True:
+        drawn = np.asarray(sample(logits, key, number, sampling.temperature or 1.0, sampling.top_p, greedy=greedy))
+        for row in np.flatnonzero(rows.alive):
+            rows.add(int(row), int(drawn[row]))
+        if not rows.alive.any():
+            return rows.tokens
+        tokens = np.where(rows.alive, drawn, pad)[:, None].astype(np.int32)
+        logits, cache = step(tokens, cache, rows.alive.astype(np.int32))
+        number += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 from tokenizers import Tokenizer
 
 from dsv41_jax import generate as generation
 from dsv41_jax.cache import Cache, init_cache
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError, Progress, load
 from dsv41_jax.config import Config
+from dsv41_jax.dspark import Drafts
 from dsv41_jax.engram import EngramRows, Memory, compressed_ids
-from dsv41_jax.model import Transformer, forward
+from dsv41_jax.model import Transformer
+from dsv41_jax.programs import REJECTION, Programs
 from dsv41_jax.quant import numerics as numerics_named
+from dsv41_jax.schedule import CostTable
+from dsv41_jax.speculate import Speculation
 from dsv41_jax.vision import (
     ImageInput,
     ImageSource,
     Patches,
-    encode,
     expand_placeholders,
     patch_places,
     preprocess,
@@ -35,6 +37,7 @@ from dsv41_jax.vision import (
     window_patches,
 )
 
+Tokens = ArrayLike | Sequence[Sequence[int]]
 # Taps whose second axis counts compressed entries; that of all others counts tokens.
 ENTRY_TAPS = ("latent", "main_kv", "index_keys")
 
@@ -69,33 +72,7 @@ class Model:
             raise ValueError(f"memory: None, but layers {config.engram_layer_ids} read Engram tables")
         self.config, self.params, self.memory, self.tokenizer = config, params, memory, tokenizer
         self.numerics = numerics_named(numerics, backend)
-        self._leaves, structure = jax.tree.flatten(params)  # flat: a step need not walk the modules
-
-        @partial(jax.jit, static_argnames=("taps", "last_only"), donate_argnames="cache")
-        def step(
-            leaves: list[Array],
-            tokens: Array,
-            count: Array,
-            rows: Any,
-            image: Any,
-            cache: Cache,
-            taps: tuple,
-            last_only: bool,
-        ) -> tuple[Array, Cache, dict[str, Array]]:
-            tree = jax.tree.unflatten(structure, leaves)
-            logits, cache, seen = forward(
-                tree, tokens, cache, config, num=self.numerics, count=count, rows=rows, image=image, last_only=last_only
-            )
-            unknown = [name for name in taps if name not in seen]
-            if unknown:
-                raise ValueError(f"taps: {unknown[0]!r} is not one of {', '.join(seen)}")
-            return logits, cache, {name: seen[name] for name in taps}
-
-        def encode_image(leaves: list[Array], *image: Array) -> tuple[Array, Array]:
-            tree = jax.tree.unflatten(structure, leaves)
-            return encode(tree.vision, tree.aligner, *image, num=self.numerics)
-
-        self._step, self._encode_image = step, jax.jit(encode_image)
+        self.programs = Programs(config, params, self.numerics)
 
     @classmethod
     def from_pretrained(
@@ -131,9 +108,9 @@ class Model:
 
     def __call__(
         self,
-        tokens: ArrayLike,
+        tokens: Tokens,
         taps: Sequence[str] | None = None,
-        images: Sequence[Sequence[ImageSource]] | None = None,
+        images: Sequence[Sequence[ImageSource | Patches]] | None = None,
     ) -> Any:
         """Logits [B, T, V] in float32 of every position; with `taps`, (logits, {name: array}) of those intermediates.
 
@@ -151,13 +128,13 @@ class Model:
 
     def step(
         self,
-        tokens: ArrayLike,
+        tokens: Tokens,
         cache: Cache,
-        lengths: ArrayLike | None = None,
+        lengths: ArrayLike | Sequence[int] | None = None,
         taps: Sequence[str] | None = None,
         image: ImageInput | None = None,
     ) -> Any:
-        """(logits [B, T, V] of these tokens, the cache after them). Any T, any chunking: the result does not depend on it.
+        """(logits [B, T, V] of these tokens, the cache after them), whatever the chunking.
 
         `lengths` [B] says how many of the T tokens of each row are live; logits past them mean nothing. With `taps`,
         a third value as in a plain call; `image` is the part of `embed_images` that belongs to these tokens. The cache
@@ -182,42 +159,67 @@ class Model:
         top_p: float = 1.0,
         seed: int = 0,
         on_token: generation.OnToken | None = None,
+        draft: bool = False,
+        verify: str = "block",
+        cost: CostTable | None = None,
+        on_step: generation.OnStep | None = None,
     ) -> list[list[int]]:
         """New token ids of each prompt, up to `max_new_tokens` or EOS (kept as the last id).
 
         A prompt is token ids, or text that is tokenized behind a BOS; prompts may differ in length. temperature 0 is
         greedy. `on_token(row, id)` is called as each token is known.
+
+        `draft` lets the drafter guess ahead: the greedy output is the same, and a sampled one has the same
+        distribution. `verify` is the rejection rule of sampling, "standard" or "block". With a `cost` table
+        (`dsv41 profile`) each step verifies only as many drafts as pay. `on_step(offered, accepted)` gets the counts
+        of the rows of each step.
         """
         generation.check_sampling(max_new_tokens, temperature, top_p)
+        if draft and not self.config.num_nextn_predict_layers:
+            raise ValueError("draft: True, but this model has no draft stages (num_nextn_predict_layers 0)")
+        if verify not in REJECTION:
+            raise ValueError(f"verify: {verify!r} is not one of {', '.join(map(repr, REJECTION))}")
         rows = [self.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
         if not rows or not all(rows):
             raise ValueError(f"prompts: {'none given' if not rows else f'number {rows.index([])} is empty'}")
         self._checked([[i for row in rows for i in row]])
-        capacity = self._capacity(max(map(len, rows)) + max_new_tokens)
+        cache = self.init_cache(len(rows), self._capacity(max(map(len, rows)) + max_new_tokens))
+        sampling = generation.Sampling(max_new_tokens, self.config.eos_token_id, temperature, top_p, seed)
+        if draft:
+            engine = Speculation(self, verify if temperature else "greedy", cost, on_step)
+            return engine.generate(rows, cache, sampling, on_token)
+        return generation.generate(self.last_logits, rows, cache, self.config.pad_token_id, sampling, on_token)
 
-        def step(tokens: np.ndarray, cache: Cache, count: np.ndarray) -> tuple[Array, Cache]:
-            logits, cache, _ = self._run(tokens, cache, count, last_only=True)
-            return logits[:, 0], cache
+    def last_logits(self, tokens: np.ndarray, cache: Cache, count: np.ndarray) -> tuple[Array, Cache]:
+        """(logits [B, V] behind each row's last live token, cache) of one chunk, at most the largest bucket long."""
+        logits, cache, _ = self._run(tokens, cache, count, last_only=True)
+        return logits[:, 0], cache
 
-        return generation.generate(
-            step,
-            rows,
-            self.init_cache(len(rows), capacity),
-            max_new_tokens,
-            eos=self.config.eos_token_id,
-            pad=self.config.pad_token_id,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            on_token=on_token,
-        )
+    def draft(self, tokens: ArrayLike | Sequence[int], cache: Cache) -> Drafts:
+        """Greedy guesses behind `tokens` [B], the next token of each row, which the cache has not seen yet. The cache
+        is read, not consumed."""
+        array = self._checked(np.asarray(tokens)[:, None])[:, 0]
+        if not cache.drafts:
+            raise ValueError("draft: this model has no draft stages (num_nextn_predict_layers 0)")
+        key, one = jax.random.key(0), jnp.float32(1)
+        return self.programs.draft(self.programs.leaves, cache, array, key, 0, one, one, greedy=True)
+
+    def engram_rows(
+        self, tokens: Int32[np.ndarray, "B T"], count: np.ndarray, cache: Cache, mask: np.ndarray | None = None
+    ) -> tuple[tuple[EngramRows, ...], Cache]:
+        """(what the Engram layers need of these tokens, the cache with its history of ids moved on)."""
+        if self.memory is None:
+            return (), cache
+        length, history = np.asarray(cache.length), np.asarray(cache.history)
+        rows, history = self.memory.read(tokens, count, length, history, mask)
+        return rows, replace(cache, history=jnp.asarray(history))
 
     def expand_images(self, ids: Sequence[int], images: Sequence[ImageSource]) -> list[int]:
         """Ids in which every image placeholder is as long as its image's span; spans that already are stay as they
         are. Raises ValueError when the number of placeholders is not the number of images."""
         return expand_placeholders(ids, [self._patches(image).plan.tokens for image in images], self.config)
 
-    def embed_images(self, tokens: ArrayLike, images: Sequence[Sequence[ImageSource]]) -> ImageInput:
+    def embed_images(self, tokens: Tokens, images: Sequence[Sequence[ImageSource | Patches]]) -> ImageInput:
         """Run the vision tower over each row's images and lay their spans over the placeholders of `tokens` [B, T]."""
         array = self._checked(tokens)
         if not self.config.has_vision:
@@ -248,8 +250,8 @@ class Model:
         places = patch_places(image.plan, cfg.vision_patch_size)
         windows = window_patches(image.plan, cfg.vision_patch_size, cfg.vision_downsample_ratio)
         pads = [((0, bucket - len(array)), (0, 0)) for array in (image.values, places, windows)]
-        features, aligned = self._encode_image(
-            self._leaves,
+        features, aligned = self.programs.image(
+            self.programs.leaves,
             np.pad(image.values, pads[0]),
             np.pad(places, pads[1]),
             np.pad(windows, pads[2], constant_values=-1),
@@ -266,7 +268,7 @@ class Model:
             raise ValueError("prompts: text needs a tokenizer.json, and this checkpoint has none; pass token ids")
         return [self.config.bos_token_id, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
-    def _checked(self, tokens: ArrayLike | Sequence[Sequence[int]]) -> Int32[np.ndarray, "B T"]:
+    def _checked(self, tokens: Tokens) -> Int32[np.ndarray, "B T"]:
         array = np.asarray(tokens)
         if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(f"tokens: {array.dtype} of shape {array.shape} are not integers [B, T] with B, T >= 1")
@@ -332,16 +334,10 @@ class Model:
         padded = np.pad(tokens, short, constant_values=self.config.pad_token_id)
         if image is not None:
             image = ImageInput(jnp.pad(image.mask, short), jnp.pad(image.rows, (*short, (0, 0))))
-        rows: tuple[EngramRows, ...] = ()
-        if self.memory is not None:
-            mask = None if image is None else np.asarray(image.mask)
-            length, history = np.asarray(cache.length), np.asarray(cache.history)
-            rows, history = self.memory.read(padded, count, length, history, mask)
-        logits, cache, seen = self._step(
-            self._leaves, padded, count, rows, image, cache, taps=taps, last_only=last_only
+        rows, cache = self.engram_rows(padded, count, cache, None if image is None else np.asarray(image.mask))
+        logits, cache, seen = self.programs.step(
+            self.programs.leaves, padded, count, rows, image, cache, taps=taps, last_only=last_only
         )
-        if self.memory is not None:
-            cache = replace(cache, history=jnp.asarray(history))
         return logits if last_only else logits[:, :live], cache, {n: self._cut(n, v, live) for n, v in seen.items()}
 
     def _cut(self, name: str, value: Array, live: int) -> Array:

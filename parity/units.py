@@ -10,6 +10,7 @@ import numpy as np
 
 from dsv41_jax.cache import Span, window_ids
 from dsv41_jax.config import Config
+from dsv41_jax.dspark import block_ids
 from dsv41_jax.engram import layouts, multipliers
 from dsv41_jax.indexer import candidate_blocks, mask_scores
 from dsv41_jax.linear import product, product_f32
@@ -19,7 +20,7 @@ from dsv41_jax.rope import frequencies, rotate, yarn_frequencies
 from pallas_kernels.formats import cast, dequantize_fp4, dequantize_fp8
 from pallas_kernels.mhc.reference import split_coefficients
 from pallas_kernels.sparse_attention import sparse_attention
-from parity.table import NOT_RUN, Row, compare, compare_equal
+from parity.table import Row, compare, compare_equal
 
 BFLOAT16, E4M3 = jnp.bfloat16, jnp.float8_e4m3fn
 ULP = 2.0**-7  # of bfloat16, relative: sums in another order may round to the neighbour
@@ -103,15 +104,15 @@ def _selection(z: dict[str, np.ndarray]) -> Iterator[Row]:
 def _windows(z: dict[str, np.ndarray]) -> Iterator[Row]:
     for key in (key for key in z if key.startswith("window_idx/")):
         name = key.removeprefix("window_idx/")
-        if name.startswith("dspark"):
-            yield Row("window_idx", name, "", "", NOT_RUN, "drafts")
-            continue
-        window, position = (int(n) for n in re.findall(r"\d+", name))
-        start, tokens = (position, 1) if name.startswith("decode") else (0, position)
-        count = jnp.full((1,), tokens, jnp.int32)
-        ids = np.asarray(window_ids(Span.after(jnp.full((1,), start, jnp.int32), count, tokens), window, window))
-        slots = np.where(ids >= window, (start + ids - window) % (window if start else 1 << 30), ids)
-        rows = [sorted(i for i in row if i >= 0) for row in slots[0].tolist()]
+        window, *block, position = (int(n) for n in re.findall(r"\d+", name))
+        start, tokens = (0, position) if name.startswith("prefill") else (position, 1)
+        if block:
+            ids = np.asarray(block_ids(position + 1 + jnp.arange(block[0], dtype=jnp.int32)[None], window, window))
+        else:
+            span = Span.after(jnp.full((1,), start, jnp.int32), jnp.full((1,), tokens, jnp.int32), tokens)
+            ids = np.asarray(window_ids(span, window, window))
+            ids = np.where(ids >= window, (start + ids - window) % (window if start else 1 << 30), ids)
+        rows = [sorted(i for i in row if i >= 0) for row in ids[0].tolist()]
         golden = [sorted(i for i in row if i >= 0) for row in z[key][0].tolist()]
         different = sum(a != b for a, b in zip(rows, golden, strict=True))
         yield compare("window_idx", name, np.array(different), np.array(0), 0, "equal as sets")

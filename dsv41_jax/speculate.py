@@ -1,0 +1,86 @@
+"""Generation with drafts: every step verifies what the drafter guessed and drafts again (report 2).
+
+Rows of a batch accept different numbers of drafts in the same compiled step. What fails is taken back by length alone.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41_jax.cache import Cache
+from dsv41_jax.generate import OnStep, OnToken, Rows, Sampling, prefill, sample
+from dsv41_jax.schedule import CostTable, allocate, budget, survival
+
+if TYPE_CHECKING:
+    from dsv41_jax.pretrained import Model
+
+
+class Speculation:
+    """A model, a verification rule (greedy, standard, block) and, for adaptive verification, a cost table."""
+
+    def __init__(self, model: "Model", method: str, cost: CostTable | None = None, on_step: OnStep | None = None):
+        self.model, self.method, self.cost, self.on_step = model, method, cost, on_step
+
+    def offer(self, current: np.ndarray, stale: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Drafts to verify for each row, at most `most`: all of them, or what pays by the cost table. The budget comes
+        from `stale` survivals, of the step before; `current` ones only rank."""
+        if self.cost is None:
+            return most
+        rows = most > 0
+        offered = np.zeros_like(most)
+        if rows.any():
+            offered[rows] = allocate(current[rows], budget(stale[rows], self.cost))
+        return np.minimum(offered, most)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], cache: Cache, sampling: Sampling, on_token: OnToken | None
+    ) -> list[list[int]]:
+        """As `generate.generate`."""
+        model, pad = self.model, self.model.config.pad_token_id
+        rows = Rows(len(prompts), sampling, on_token)
+        if not rows.alive.any():
+            return rows.tokens
+        key, greedy = jax.random.key(sampling.seed), self.method == "greedy"
+        warmth, top_p = jnp.float32(sampling.temperature or 1.0), jnp.float32(sampling.top_p)
+        logits, cache = prefill(model.last_logits, prompts, cache, pad)
+        token = np.asarray(sample(logits, key, 0, warmth, top_p, greedy=greedy))
+        for row in range(len(prompts)):
+            rows.add(row, int(token[row]))
+        leaves, number = model.programs.leaves, 1
+        drafts = model.programs.draft(leaves, cache, token, key, number, warmth, top_p, greedy=greedy)
+        stale = np.ones(drafts.ids.shape)  # a new request counts as certain
+        while rows.alive.any():
+            number += 1
+            left = np.array([rows.left(row) - 1 for row in range(len(prompts))])
+            most = np.where(rows.alive, np.clip(left, 0, drafts.ids.shape[1]), 0)
+            current = survival(np.asarray(drafts.confidence))
+            offered = self.offer(current, stale, most).astype(np.int32)
+            # One width, so one compilation; only a cost table makes narrower steps worth their own.
+            width = drafts.ids.shape[1] if self.cost is None else max(1, int(offered.max()))
+            guesses = np.asarray(drafts.ids)[:, :width]
+            tokens = np.concatenate([np.where(rows.alive, token, pad)[:, None], guesses], axis=1).astype(np.int32)
+            memory, cache = model.engram_rows(tokens, np.where(rows.alive, 1 + offered, 0), cache)
+            accepted, token, drafts, cache = model.programs.speculate(
+                leaves,
+                tokens,
+                drafts.logits,
+                offered,
+                rows.alive,
+                memory,
+                cache,
+                key,
+                number,
+                warmth,
+                top_p,
+                method=self.method,
+            )
+            stands, token, stale = np.asarray(accepted), np.asarray(token), current
+            if self.on_step is not None:
+                self.on_step(offered[rows.alive], stands[rows.alive])
+            for row in np.flatnonzero(rows.alive):
+                for new in [*guesses[row, : stands[row]].tolist(), int(token[row])]:
+                    rows.add(int(row), new)
+        return rows.tokens
