@@ -18,10 +18,12 @@ dead, and the spare rows keep the last `spare` tokens from having overwritten an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from dsv41_jax.config import Config
@@ -59,9 +61,12 @@ class Cache:
         """The cache as it was at `length`, at most `Config.spare` tokens back in each row (of one call, or decoded)."""
         return replace(self, length=length)
 
-    def take(self, rows: Int32[Array, " K"]) -> Cache:
+    def take(self, rows: Sequence[int] | np.ndarray | Array) -> Cache:
         """The cache of `rows` of this batch, in that order; rows may repeat."""
-        return jax.tree.map(lambda leaf: jnp.take(leaf, jnp.asarray(rows), axis=0, mode="clip"), self)
+        batch, wanted = self.length.shape[0], np.asarray(rows)
+        if ((wanted < 0) | (wanted >= batch)).any():
+            raise ValueError(f"rows: {wanted.tolist()} are not all in 0..{batch - 1}")
+        return jax.tree.map(lambda leaf: leaf[jnp.asarray(wanted)], self)
 
 
 def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:

@@ -14,10 +14,11 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, Key
 
 from dsv41_jax.cache import Cache
+from dsv41_jax.vision import ImageInput
 
 BUCKETS = (1, 16, 128, 512)
 
-Step = Callable[[np.ndarray, Cache, np.ndarray], tuple[Array, Cache]]
+Step = Callable[[np.ndarray, Cache, np.ndarray, ImageInput | None], tuple[Array, Cache]]
 OnToken = Callable[[int, int], None]
 OnStep = Callable[[np.ndarray, np.ndarray], None]
 
@@ -86,15 +87,24 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
         raise ValueError(f"top_p: {top_p} is not in (0, 1]")
 
 
-def prefill(step: Step, prompts: Sequence[Sequence[int]], cache: Cache, pad: int) -> tuple[Array, Cache]:
+def padded(prompts: Sequence[Sequence[int]], pad: int) -> Int32[np.ndarray, "B T"]:
+    """Prompts of any lengths in one array, padded on the right."""
+    rows = np.full((len(prompts), max(map(len, prompts))), pad, np.int32)
+    for row, prompt in enumerate(prompts):
+        rows[row, : len(prompt)] = prompt
+    return rows
+
+
+def prefill(
+    step: Step, prompts: Sequence[Sequence[int]], cache: Cache, pad: int, image: ImageInput | None = None
+) -> tuple[Array, Cache]:
     """(logits [B, V] after each row's last prompt token, cache). Rows may differ in length; none is empty."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    padded = np.full((len(prompts), int(lengths.max())), pad, np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = prompt
+    tokens = padded(prompts, pad)
     newest: Array | None = None
-    for first, bucket in chunks(padded.shape[1]):
-        logits, cache = step(padded[:, first : first + bucket], cache, np.clip(lengths - first, 0, bucket))
+    for first, bucket in chunks(tokens.shape[1]):
+        part = None if image is None else image.part(first, first + bucket)
+        logits, cache = step(tokens[:, first : first + bucket], cache, np.clip(lengths - first, 0, bucket), part)
         done = (lengths > first)[:, None]
         newest = logits if newest is None else jnp.where(done, logits, newest)
     assert newest is not None
@@ -130,15 +140,17 @@ def generate(
     pad: int,
     sampling: Sampling,
     on_token: OnToken | None = None,
+    image: ImageInput | None = None,
 ) -> list[list[int]]:
-    """New token ids of each row, up to and including EOS. `step(tokens, cache, count)` gives last-position logits.
+    """New token ids of each row, up to and including EOS. `step(tokens, cache, count, image)` gives the logits behind
+    each row's last live token; `image` holds the image spans of the prompts.
 
     `on_token(row, id)` is called for every new token as soon as it is known, rows in order within a step.
     """
     rows = Rows(len(prompts), sampling, on_token)
     if not rows.alive.any():
         return rows.tokens
-    logits, cache = prefill(step, prompts, cache, pad)
+    logits, cache = prefill(step, prompts, cache, pad, image)
     key, greedy = jax.random.key(sampling.seed), sampling.temperature == 0
     number = 0
     while True:
@@ -148,5 +160,5 @@ def generate(
         if not rows.alive.any():
             return rows.tokens
         tokens = np.where(rows.alive, drawn, pad)[:, None].astype(np.int32)
-        logits, cache = step(tokens, cache, rows.alive.astype(np.int32))
+        logits, cache = step(tokens, cache, rows.alive.astype(np.int32), None)
         number += 1

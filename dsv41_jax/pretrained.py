@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from dsv41_jax.cache import Cache, init_cache
 from dsv41_jax.checkpoint import Checkpoint, CheckpointError, Progress, load
 from dsv41_jax.config import Config
 from dsv41_jax.dspark import Drafts
+from dsv41_jax.encoding import ChatError, Codec, OnDelta, Reply
 from dsv41_jax.engram import EngramRows, Memory, compressed_ids
 from dsv41_jax.model import Transformer
 from dsv41_jax.programs import REJECTION, Programs
@@ -38,7 +40,7 @@ from dsv41_jax.vision import (
 )
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
-# Taps whose second axis counts compressed entries; that of all others counts tokens.
+# Taps whose axis 1 counts the compressed entries that a call finishes; that of all others counts tokens.
 ENTRY_TAPS = ("latent", "main_kv", "index_keys")
 
 
@@ -144,7 +146,8 @@ class Model:
         array = self._checked(tokens)
         batch, width = array.shape
         count = np.full(batch, width) if lengths is None else np.asarray(lengths)
-        if count.shape != (batch,) or (count < 0).any() or (count > width).any():
+        whole = np.issubdtype(count.dtype, np.integer) and count.shape == (batch,)
+        if not whole or (count < 0).any() or (count > width).any():
             raise ValueError(f"lengths: {count.tolist()} is not one number in 0..{width} for each of {batch} rows")
         self._check_room(cache, count)
         logits, cache, seen = self._advance(array, cache, count, tuple(taps or ()), image)
@@ -152,13 +155,14 @@ class Model:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[str | Sequence[int] | np.ndarray],
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
         on_token: generation.OnToken | None = None,
+        images: Sequence[Sequence[ImageSource | Patches]] | None = None,
         draft: bool = False,
         verify: str = "block",
         cost: CostTable | None = None,
@@ -167,7 +171,8 @@ class Model:
         """New token ids of each prompt, up to `max_new_tokens` or EOS (kept as the last id).
 
         A prompt is token ids, or text that is tokenized behind a BOS; prompts may differ in length. temperature 0 is
-        greedy. `on_token(row, id)` is called as each token is known.
+        greedy. `on_token(row, id)` is called as each token is known. `images` are each prompt's images in order; its
+        ids hold a placeholder, or the whole span, for each.
 
         `draft` lets the drafter guess ahead: the greedy output is the same, and a sampled one has the same
         distribution. `verify` is the rejection rule of sampling, "standard" or "block". With a `cost` table
@@ -182,17 +187,72 @@ class Model:
         rows = [self.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
         if not rows or not all(rows):
             raise ValueError(f"prompts: {'none given' if not rows else f'number {rows.index([])} is empty'}")
+        image = None
+        if images is not None:
+            if len(images) != len(rows):
+                raise ValueError(f"images: lists for {len(images)} prompts, there are {len(rows)}")
+            patches = [[self._patches(source) for source in sources] for sources in images]
+            rows = [self.expand_images(row, own) for row, own in zip(rows, patches, strict=True)]
+            image = self.embed_images(generation.padded(rows, self.config.pad_token_id), patches)
         self._checked([[i for row in rows for i in row]])
         cache = self.init_cache(len(rows), self._capacity(max(map(len, rows)) + max_new_tokens))
         sampling = generation.Sampling(max_new_tokens, self.config.eos_token_id, temperature, top_p, seed)
         if draft:
             engine = Speculation(self, verify if temperature else "greedy", cost, on_step)
-            return engine.generate(rows, cache, sampling, on_token)
-        return generation.generate(self.last_logits, rows, cache, self.config.pad_token_id, sampling, on_token)
+            return engine.generate(rows, cache, sampling, on_token, image)
+        return generation.generate(self.last_logits, rows, cache, self.config.pad_token_id, sampling, on_token, image)
 
-    def last_logits(self, tokens: np.ndarray, cache: Cache, count: np.ndarray) -> tuple[Array, Cache]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int = 1024,
+        *,
+        thinking: bool = True,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        on_delta: OnDelta | None = None,
+        draft: bool = False,
+        **request: Any,
+    ) -> Reply:
+        """Answer a conversation in the chat-completions form: content, reasoning, tool calls, why it ended.
+
+        `request` takes reasoning_effort, tools, tool_choice and response_format; an image is a message part
+        {"type": "image", "image": Pillow image, array, bytes or file} or an image_url with base64 data. Sampling is the
+        one that DeepSeek's encoder resolves unless temperature or top_p is given. `on_delta(kind, text)` streams
+        "reasoning_content" and "content". Raises ChatError.
+        """
+        prompt = self.codec.encode(messages, thinking=thinking, **request)
+        parser = self.codec.parser(prompt, on_delta)
+
+        def push(_: int, token: int) -> None:
+            if token != self.config.eos_token_id:
+                parser.push(token)
+
+        (ids,) = self.generate(
+            [prompt.ids],
+            max_new_tokens,
+            temperature=prompt.temperature if temperature is None else temperature,
+            top_p=prompt.top_p if top_p is None else top_p,
+            seed=seed,
+            on_token=push,
+            images=[prompt.images] if prompt.images else None,
+            draft=draft,
+        )
+        return parser.finish(length=not ids or ids[-1] != self.config.eos_token_id)
+
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """The conversation encoder over this checkpoint's tokenizer."""
+        if self.tokenizer is None:
+            raise ChatError("messages: need a tokenizer.json, and this checkpoint has none")
+        return Codec(self.tokenizer)
+
+    def last_logits(
+        self, tokens: np.ndarray, cache: Cache, count: np.ndarray, image: ImageInput | None = None
+    ) -> tuple[Array, Cache]:
         """(logits [B, V] behind each row's last live token, cache) of one chunk, at most the largest bucket long."""
-        logits, cache, _ = self._run(tokens, cache, count, last_only=True)
+        logits, cache, _ = self._run(tokens, cache, count, last_only=True, image=image)
         return logits[:, 0], cache
 
     def draft(self, tokens: ArrayLike | Sequence[int], cache: Cache) -> Drafts:
@@ -214,7 +274,7 @@ class Model:
         rows, history = self.memory.read(tokens, count, length, history, mask)
         return rows, replace(cache, history=jnp.asarray(history))
 
-    def expand_images(self, ids: Sequence[int], images: Sequence[ImageSource]) -> list[int]:
+    def expand_images(self, ids: Sequence[int], images: Sequence[ImageSource | Patches]) -> list[int]:
         """Ids in which every image placeholder is as long as its image's span; spans that already are stay as they
         are. Raises ValueError when the number of placeholders is not the number of images."""
         return expand_placeholders(ids, [self._patches(image).plan.tokens for image in images], self.config)
@@ -284,7 +344,7 @@ class Model:
         return min(most, max(128, 1 << (tokens - 1).bit_length()))
 
     def _check_room(self, cache: Cache, count: np.ndarray) -> None:
-        if cache.length.is_deleted():
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
             raise ValueError("cache: was consumed by an earlier step; use the cache which that step returned")
         if cache.length.shape != count.shape:
             raise ValueError(f"cache: holds {cache.length.shape[0]} rows, tokens have {count.shape[0]}")
@@ -334,17 +394,19 @@ class Model:
         padded = np.pad(tokens, short, constant_values=self.config.pad_token_id)
         if image is not None:
             image = ImageInput(jnp.pad(image.mask, short), jnp.pad(image.rows, (*short, (0, 0))))
+        start = np.array(cache.length) if taps else None  # a copy: the step consumes the cache
         rows, cache = self.engram_rows(padded, count, cache, None if image is None else np.asarray(image.mask))
         logits, cache, seen = self.programs.step(
             self.programs.leaves, padded, count, rows, image, cache, taps=taps, last_only=last_only
         )
-        return logits if last_only else logits[:, :live], cache, {n: self._cut(n, v, live) for n, v in seen.items()}
+        seen = {name: value[:, : self._places(name, start, count, live)] for name, value in seen.items()}
+        return logits if last_only else logits[:, :live], cache, seen
 
-    def _cut(self, name: str, value: Array, live: int) -> Array:
-        """Drop what a tap holds for padding. Chunks start at multiples of every ratio, so entries join up as well."""
-        if name.split(".")[-1] in ENTRY_TAPS:
-            live //= self.config.layers[int(name.split(".")[1])].ratio
-        return value[:, :live]
+    def _places(self, name: str, start: np.ndarray, count: np.ndarray, live: int) -> int:
+        """How much of a tap's axis 1 is no padding: the tokens, or the most entries that a row finishes."""
+        _, layer, kind = name.split(".", 2) if name.startswith("layers.") else ("", "0", name)
+        ratio = self.config.layers[int(layer)].ratio
+        return live if kind not in ENTRY_TAPS else int(((start + count) // ratio - start // ratio).max())
 
 
 def read_tokenizer(directory: Path, *, required: bool) -> Tokenizer | None:

@@ -13,6 +13,7 @@ import numpy as np
 from dsv41_jax.cache import Cache
 from dsv41_jax.generate import OnStep, OnToken, Rows, Sampling, prefill, sample
 from dsv41_jax.schedule import CostTable, allocate, budget, survival
+from dsv41_jax.vision import ImageInput
 
 if TYPE_CHECKING:
     from dsv41_jax.pretrained import Model
@@ -36,7 +37,12 @@ class Speculation:
         return np.minimum(offered, most)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], cache: Cache, sampling: Sampling, on_token: OnToken | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: Cache,
+        sampling: Sampling,
+        on_token: OnToken | None = None,
+        image: ImageInput | None = None,
     ) -> list[list[int]]:
         """As `generate.generate`."""
         model, pad = self.model, self.model.config.pad_token_id
@@ -45,10 +51,10 @@ class Speculation:
             return rows.tokens
         key, greedy = jax.random.key(sampling.seed), self.method == "greedy"
         warmth, top_p = jnp.float32(sampling.temperature or 1.0), jnp.float32(sampling.top_p)
-        logits, cache = prefill(model.last_logits, prompts, cache, pad)
+        logits, cache = prefill(model.last_logits, prompts, cache, pad, image)
         token = np.asarray(sample(logits, key, 0, warmth, top_p, greedy=greedy))
-        for row in range(len(prompts)):
-            rows.add(row, int(token[row]))
+        for row, first in enumerate(token.tolist()):
+            rows.add(row, first)
         leaves, number = model.programs.leaves, 1
         drafts = model.programs.draft(leaves, cache, token, key, number, warmth, top_p, greedy=greedy)
         stale = np.ones(drafts.ids.shape)  # a new request counts as certain
@@ -80,7 +86,7 @@ class Speculation:
             stands, token, stale = np.asarray(accepted), np.asarray(token), current
             if self.on_step is not None:
                 self.on_step(offered[rows.alive], stands[rows.alive])
-            for row in np.flatnonzero(rows.alive):
-                for new in [*guesses[row, : stands[row]].tolist(), int(token[row])]:
-                    rows.add(int(row), new)
+            for row in np.flatnonzero(rows.alive).tolist():
+                for new in (*guesses[row, : stands[row]].tolist(), token[row].item()):
+                    rows.add(row, new)
         return rows.tokens
