@@ -102,17 +102,21 @@ class Attention(nnx.Module):
         main_ids: Int32[Array, "B T C"] | None,
         positions: Int32[Array, "B T"],
         num: Numerics,
-    ) -> Float[Array, "B T D"]:
-        """Attend to the named rows, rotate back, project. The released program does not quantize Wo_a's input."""
-        cfg, shape = self.cfg, q.shape[:2]
+    ) -> Float[Array, "B T N H"]:
+        """Attend to the named rows, and rotate the result back by the query's angle: values carry their rotation."""
+        cfg = self.cfg
         if main is None:
-            main, main_ids = window[:, :0], jnp.zeros((*shape, 0), jnp.int32)
+            main, main_ids = window[:, :0], jnp.zeros((*q.shape[:2], 0), jnp.int32)
         sink, scale = self.attn_sink[...], cfg.head_dim**-0.5
         o, _ = sparse_attention(q, window, window_ids, main, main_ids, sink, scale=scale, backend=num.backend)
-        o = rotate(cast(o, num.dtype), positions, layer_frequencies(cfg, self.plan.ratio), inverse=True)
-        grouped = o.reshape(*shape, cfg.o_groups, -1)
-        blocks = self.wo_a.dense(num.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
-        low = [cast(product(grouped[:, :, g], blocks[g]), num.dtype) for g in range(cfg.o_groups)]
+        return rotate(cast(o, num.dtype), positions, layer_frequencies(cfg, self.plan.ratio), inverse=True)
+
+    def project_out(self, o: Float[Array, "B T N H"], num: Numerics) -> Float[Array, "B T D"]:
+        """The block-diagonal Wo_a, whose input the released program does not quantize, then Wo_b."""
+        groups, rank = self.cfg.o_groups, self.cfg.o_lora_rank
+        grouped = o.reshape(*o.shape[:2], groups, -1)
+        blocks = self.wo_a.dense(num.dtype).reshape(groups, rank, -1)
+        low = [cast(product(grouped[:, :, g], blocks[g]), num.dtype) for g in range(groups)]
         return self.wo_b(jnp.concatenate(low, axis=-1), num)
 
     def __call__(
@@ -137,5 +141,5 @@ class Attention(nnx.Module):
                 taps["candidate_blocks"] = blocks
 
         main, chosen = (published.main, published.selected) if self.plan.ratio else (None, None)
-        y = self.read(q, window, ids, main, chosen, span.positions, num)
+        y = self.project_out(self.read(q, window, ids, main, chosen, span.positions, num), num)
         return y, published, cache, taps | {"attn_out": y}

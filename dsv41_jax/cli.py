@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from dsv41_jax.config import Config
 from dsv41_jax.model import abstract_parameters, parameter_count
 from dsv41_jax.pretrained import Model
 from dsv41_jax.quant import NUMERICS
+from dsv41_jax.schedule import CostTable
+from dsv41_jax.speculate import measure_costs
 
 STDERR = Console(stderr=True)
 numerics_option = click.option(
@@ -108,20 +110,84 @@ def info(ckpt: str) -> None:
 @click.option("--temperature", default=0.0, show_default=True, help="0: greedy")
 @click.option("--top-p", default=1.0, show_default=True)
 @click.option("--seed", default=0, show_default=True)
+@click.option("--draft", is_flag=True, help="let the drafter guess ahead; the output keeps its distribution")
+@click.option("--cost", type=click.Path(path_type=Path), help="cost table of `dsv41 profile`: verify what pays")
 @numerics_option
-def generate(
-    ckpt: str, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int, numerics: str
-) -> None:
+def generate(ckpt: str, prompt: str, numerics: str, cost: Path | None, **sampling: Any) -> None:
     """Continue a text, streaming it to stdout."""
+    table = None if cost is None else CostTable.read(cost)
     model = load_model(ckpt, numerics)
     with waiting("prefill") as ready:
-        stream_text(model, prompt, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, on_first=ready)
+        stream_text(model, prompt, on_first=ready, cost=table, **sampling)
+
+
+@app.command()
+@click.argument("ckpt")
+@click.option("--message", help="one user message; without it, lines of stdin are the turns")
+@click.option("--system", help="system message")
+@click.option("--image", "images", multiple=True, type=click.Path(), help="image file of the first user turn")
+@click.option("--thinking/--no-thinking", default=True, show_default=True)
+@click.option("--effort", type=click.Choice(["low", "high", "xhigh", "max"]), help="reasoning effort")
+@click.option("--max-new-tokens", default=1024, show_default=True)
+@click.option("--temperature", type=float, help="default: what DeepSeek's encoder resolves")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--draft", is_flag=True, help="let the drafter guess ahead")
+@numerics_option
+def chat(
+    ckpt: str,
+    message: str | None,
+    system: str | None,
+    images: tuple[str, ...],
+    effort: str | None,
+    numerics: str,
+    **options: Any,
+) -> None:
+    """Talk to the model; reasoning goes to stderr, answers to stdout."""
+    model = load_model(ckpt, numerics)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    turns: Iterable[str] = sys.stdin if message is None else [message]
+
+    def write(kind: str, text: str) -> None:
+        stream = sys.stdout if kind == "content" else sys.stderr
+        stream.write(text)
+        stream.flush()
+
+    for turn in turns:
+        parts = [{"type": "image", "image": image} for image in images] if len(messages) <= bool(system) else []
+        text = turn.rstrip("\n")
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        messages.append({"role": "user", "content": content})
+        reply = model.chat(messages, reasoning_effort=effort, on_delta=write, **options)
+        sys.stdout.write("\n")
+        for name, arguments in reply.tool_calls:
+            sys.stdout.write(f"call {name} {arguments}\n")
+        messages.append({"role": "assistant", "content": reply.content})
+
+
+@app.command()
+@click.argument("ckpt")
+@click.option("--batch", default=1, show_default=True, help="sequences decoded together")
+@click.option("--repeats", default=5, show_default=True, help="the median of so many runs counts")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON file to write")
+@numerics_option
+def profile(ckpt: str, batch: int, repeats: int, out: Path, numerics: str) -> None:
+    """Measure what verifying and drafting cost on this machine, for `generate --cost`."""
+    model = load_model(ckpt, numerics)
+    with waiting("measuring"):
+        table = measure_costs(model, batch, repeats)
+    table.write(out)
+    rows = Table("tokens a step", "milliseconds", box=None, pad_edge=False)
+    for tokens, seconds in zip(table.tokens, table.verify, strict=True):
+        rows.add_row(str(tokens), f"{1e3 * seconds:.2f}")
+    rows.add_row("drafting", f"{1e3 * table.draft:.2f}")
+    Console().print(rows)
 
 
 def stream_text(
-    model: Model, prompt: str, max_new_tokens: int, *, on_first: Callable[[], None], **sampling: Any
+    model: Model, prompt: str, *, on_first: Callable[[], None], max_new_tokens: int, **sampling: Any
 ) -> None:
     """Write a continuation to stdout token by token, and its speed to stderr. Bytes that are not text yet wait."""
+    accepted: list[int] = []
     stream = DecodeStream(skip_special_tokens=True)
     times: list[float] = []
 
@@ -132,12 +198,17 @@ def stream_text(
         sys.stdout.write(stream.step(model.tokenizer, token) or "")
         sys.stdout.flush()
 
-    model.generate([prompt], max_new_tokens, on_token=write, **sampling)
+    def count(_: np.ndarray, stands: np.ndarray) -> None:
+        accepted.extend(stands.tolist())
+
+    model.generate([prompt], max_new_tokens, on_token=write, on_step=count, **sampling)
     sys.stdout.write("\n")
     # The first decode step compiles, so the speed is that of the steps after it.
     if len(times) > 2:
         rate = (len(times) - 2) / (times[-1] - times[1])
         STDERR.print(f"{len(times)} tokens, {rate:.1f} tokens/s after compilation on {jax.devices()[0].device_kind}")
+    if accepted:
+        STDERR.print(f"{np.mean(accepted):.2f} of the drafts accepted a step, {len(accepted)} steps")
 
 
 @app.command()
@@ -198,7 +269,7 @@ def demo() -> None:
         raise click.ClickException(f"logits differ from the released program's by {error:.1e}, more than 1e-4")
     print("Greedy continuation of 'The cafe' (the weights are random, and so is the text):")
     with waiting("generation") as ready:
-        stream_text(model, "The cafe", 48, on_first=ready)
+        stream_text(model, "The cafe", max_new_tokens=48, on_first=ready)
 
 
 def demo_parity(model: Model, directory: Path) -> tuple[float, float, int]:

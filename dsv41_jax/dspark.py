@@ -82,7 +82,7 @@ class DraftStage(Block):
         def attend(y: Array) -> tuple[Array, None]:
             _, q = self.attn.queries(y, positions, num)
             seen = jnp.concatenate([ring, self.attn.window_rows(y, positions, num)], axis=1)
-            return self.attn.read(q, seen, ids, None, None, positions, num), None
+            return self.attn.project_out(self.attn.read(q, seen, ids, None, None, positions, num), num), None
 
         x, mix, _, _ = self.sites(x, mix, attend, None, num)
         return x, mix

@@ -141,11 +141,13 @@ class Codec:
         self._encoding = encoding.with_special_tokens(self.markers)
         self._options = recipe.ConversionOptions().with_special_tokens(self.markers)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], *, thinking: bool = True, **request: Any) -> Prompt:
+    def encode(self, messages: Any, *, thinking: bool = True, **request: Any) -> Prompt:
         """Encode chat-completions messages. `request` takes the other fields of a chat-completions request:
         reasoning_effort ("low", "high", "xhigh", "max"), tools, tool_choice, response_format, temperature, top_p.
         Raises ChatError with the encoder's reason.
         """
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise ChatError(f"messages: a {type(messages).__name__} is not a list of objects with role and content")
         try:
             body = {
                 "model": MODEL_NAME,
@@ -167,15 +169,19 @@ class Codec:
         """A streaming parser of this prompt's completion; `on_delta(kind, text)` gets content and reasoning_content."""
         return Parser(self, prompt.request, prompt.request.parsing_options, on_delta)
 
-    def parse(self, text: str, *, thinking: bool, tools: bool) -> Reply:
-        """Parse a whole completion given as text."""
+    def text_parser(self, *, thinking: bool, tools: bool) -> "Parser":
+        """A parser of completions that did not come from a prompt of ours: was thinking on, were tools declared."""
         conversation = recipe.Conversation([recipe.UserMessage("")], thinking_mode=thinking)
         request = recipe.ConversationRequest(conversation, recipe.ModelVersion.DeepseekV41Flash)
         start = recipe.ThinkingInitialStage.ReasoningStart if thinking else None
         options = recipe.ParsingOptions(
             parse_tool_calls=tools, thinking_initial_stage=start, special_tokens=self.markers
         )
-        parser = Parser(self, request, options)
+        return Parser(self, request, options)
+
+    def parse(self, text: str, *, thinking: bool, tools: bool) -> Reply:
+        """Parse a whole completion given as text."""
+        parser = self.text_parser(thinking=thinking, tools=tools)
         parser.push_text(text)
         return parser.finish()
 

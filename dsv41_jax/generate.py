@@ -29,8 +29,8 @@ class Sampling:
 
     max_new_tokens: int
     eos: int
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | int = 0.0
+    top_p: float | int = 1.0
     seed: int = 0
 
 
@@ -44,7 +44,7 @@ def chunks(tokens: int) -> list[tuple[int, int]]:
     return cover
 
 
-def nucleus(logits: Float32[Array, "B V"], top_p: float | Float32[Array, ""]) -> Float32[Array, "B V"]:
+def nucleus(logits: Float32[Array, "B V"], top_p: float | int | Float32[Array, ""]) -> Float32[Array, "B V"]:
     """Logits with -inf outside the smallest set of most probable tokens whose probability reaches top_p."""
     order = jnp.argsort(-logits, axis=-1)
     p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
@@ -63,8 +63,8 @@ def sample(
     logits: Float32[Array, "B V"],
     key: Key[Array, ""],
     step: int | Int32[Array, ""],
-    temperature: float | Float32[Array, ""],
-    top_p: float | Float32[Array, ""],
+    temperature: float | int | Float32[Array, ""],
+    top_p: float | int | Float32[Array, ""],
     *,
     greedy: bool,
 ) -> Int32[Array, " B"]:
@@ -77,7 +77,7 @@ def sample(
     return jnp.argmax(nucleus(logits / temperature, top_p) + noise, axis=-1).astype(jnp.int32)
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_sampling(max_new_tokens: int, temperature: float | int, top_p: float | int) -> None:
     """Raise ValueError unless max_new_tokens >= 0, temperature >= 0 and finite, 0 < top_p <= 1."""
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is negative")

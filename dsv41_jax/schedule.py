@@ -9,7 +9,10 @@ decide whether it is verified, and bias the output: with target (0.7, 0.3), draf
 the first token only when its follower looks good, 0.85 of the first tokens come out, not 0.7.
 """
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -33,6 +36,21 @@ class CostTable:
             )
         if min(*self.verify, self.draft) < 0 or self.verify[0] <= 0:
             raise ValueError(f"cost table: costs {self.verify}, draft {self.draft} are not positive")
+
+    @classmethod
+    def read(cls, path: Path) -> "CostTable":
+        """From a file that `write` made."""
+        try:
+            document = json.loads(path.read_text())
+            return cls(tuple(document["tokens"]), tuple(document["verify"]), document["draft"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: is not a cost table ({error})") from None
+
+    def write(self, path: Path) -> None:
+        """As JSON; complete or not at all."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(path)
 
     def cost(self, tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Seconds of drafting and verifying this many tokens; never falling."""

@@ -3,7 +3,9 @@
 Rows of a batch accept different numbers of drafts in the same compiled step. What fails is taken back by length alone.
 """
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -90,3 +92,57 @@ class Speculation:
                 for new in (*guesses[row, : stands[row]].tolist(), token[row].item()):
                     rows.add(row, new)
         return rows.tokens
+
+
+def measure_costs(model: "Model", batch: int, repeats: int) -> CostTable:
+    """Time verification of 1 .. K drafts a row, and drafting: median seconds of compiled programs on this machine."""
+    if batch < 1 or repeats < 1:
+        raise ValueError(f"batch, repeats: {batch}, {repeats} are not both at least 1")
+    cfg, programs = model.config, model.programs
+    if not cfg.num_nextn_predict_layers:
+        raise ValueError("profile: this model has no draft stages (num_nextn_predict_layers 0)")
+    key, one, token = jax.random.key(0), jnp.float32(1), np.zeros(batch, np.int32)
+    prompt = np.full((batch, cfg.sliding_window), cfg.bos_token_id)
+
+    def fresh() -> Cache:
+        return model.step(prompt, model.init_cache(batch, 2 * cfg.sliding_window + 64))[1]
+
+    def median(run: Callable[[], object]) -> float:
+        run()  # compiles
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+    cache = fresh()
+    drafting = median(lambda: programs.draft(programs.leaves, cache, token, key, 0, one, one, greedy=True))
+    drafts = programs.draft(programs.leaves, cache, token, key, 0, one, one, greedy=True)
+    verifying = []
+    for width in range(1, cfg.dspark_block_size + 1):
+        tokens = np.zeros((batch, 1 + width), np.int32)
+        offered = np.full(batch, width, np.int32)
+        state = fresh()
+        memory, state = model.engram_rows(tokens, 1 + offered, state)
+
+        def verify(tokens=tokens, offered=offered, memory=memory) -> object:
+            nonlocal state
+            *found, state = programs.speculate(
+                programs.leaves,
+                tokens,
+                drafts.logits,
+                offered,
+                np.ones(batch, bool),
+                memory,
+                state.rewind(jnp.full((batch,), cfg.sliding_window, jnp.int32)),
+                key,
+                0,
+                one,
+                one,
+                method="greedy",
+            )
+            return found
+
+        verifying.append(max(median(verify) - drafting, 1e-9))
+    return CostTable(tuple(batch * (1 + w) for w in range(1, cfg.dspark_block_size + 1)), tuple(verifying), drafting)

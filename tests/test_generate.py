@@ -83,7 +83,7 @@ class Script:
         self.texts, self.vocabulary, self.calls = texts, vocabulary, []
         self.said = np.zeros(len(texts), int)
 
-    def __call__(self, tokens, cache, count):
+    def __call__(self, tokens, cache, count, image=None):
         self.calls.append((np.array(tokens), np.array(count)))
         logits = np.full((len(self.texts), self.vocabulary), -1.0, np.float32)
         for row, text in enumerate(self.texts):
