@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import click
 import jax
@@ -225,10 +226,13 @@ def stream_text(
 @numerics_option
 def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str) -> None:
     """Write the logits of token ids to a file, with any intermediates; the file is complete or absent."""
-    with np.load(tokens) as file:
-        if "tokens" not in file:
-            raise click.ClickException(f"{tokens}: has no array `tokens`, only {', '.join(file) or 'nothing'}")
-        ids = file["tokens"]
+    try:
+        with np.load(tokens) as file:
+            ids = file["tokens"]
+    except KeyError:
+        raise click.ClickException(f"{tokens}: has no array `tokens`") from None
+    except (OSError, ValueError, EOFError, BadZipFile, TypeError, AttributeError) as error:
+        raise click.ClickException(f"{tokens}: is not an .npz file ({error})") from None
     if not Path(out).parent.is_dir():
         raise click.ClickException(f"{out}: its directory does not exist")
     model = load_model(ckpt, numerics)

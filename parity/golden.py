@@ -9,7 +9,7 @@ that `oracle_report.json` states for each row.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -45,7 +45,7 @@ class Case:
         logits, cache, seen = model.step(self.ids[:, : self.prefill], cache, taps=taps, image=image)
         self.arrays |= {tap: _host(value) for tap, value in seen.items()}
         self.arrays["prefill_logits"] = _host(logits)
-        self.caches = {"cache": jax.tree.map(_host, cache)}
+        self.caches = {"cache": cache.copy()}
         self.lengths = {"cache": self.prefill}
         steps: list[np.ndarray] = []
         guesses: list[tuple[np.ndarray, Drafts]] = []
@@ -55,14 +55,14 @@ class Case:
             if drafts is not None and len(guesses) < drafts.shape[1]:
                 given = drafts[..., 0][:, len(guesses)].astype(np.int32)
                 guesses.append((given, model.draft(given, cache)))
-                self.caches["drafts_end"], self.lengths["drafts_end"] = jax.tree.map(_host, cache), position + 1
+                self.caches["drafts_end"], self.lengths["drafts_end"] = cache.copy(), position + 1
         if steps:
             self.arrays["decode_logits"] = np.concatenate(steps, axis=1)
         if guesses:
             self.arrays["spec_ids"] = np.stack([np.column_stack([g, d.ids]) for g, d in guesses], axis=1)
             self.arrays["spec_logits"] = np.stack([_host(d.logits) for _, d in guesses], axis=1)
             self.arrays["spec_confidence"] = np.stack([_host(d.confidence) for _, d in guesses], axis=1)
-        self.caches["cache_end"], self.lengths["cache_end"] = jax.tree.map(_host, cache), self.total
+        self.caches["cache_end"], self.lengths["cache_end"] = cache, self.total
 
     def _images(self, model: Model, name: str, inputs: dict[str, np.ndarray]) -> ImageInput | None:
         """The image spans of the prefill; also keeps what the tower and the aligner give for each image."""
@@ -86,9 +86,9 @@ class Case:
             when = {"cache_after_spec0": "cache", "cache_end": "drafts_end"}.get(when, "")
             if not when:
                 return None
-            return self._ring(self.caches[when].drafts[int(layer)], golden, self.lengths[when], golden.shape[1])
+            return self._ring(_host(self.caches[when].drafts[int(layer)]), golden, self.lengths[when], golden.shape[1])
         state, length = self.caches[when].layers[int(layer)], self.lengths[when]
-        array = getattr(state, _CACHE_LEAVES[leaf])
+        array = _host(getattr(state, _CACHE_LEAVES[leaf]))
         ratio = max(self.cfg.layers[int(layer)].ratio, 1)
         if leaf == "window_kv":
             return self._ring(array, golden, length, golden.shape[1])
@@ -193,18 +193,22 @@ def _cases(outputs: dict[str, np.ndarray]) -> dict[str, list[str]]:
     return cases
 
 
-def compare_directory(directory: Path) -> Iterator[tuple[str, list[Row]]]:
-    """(title, rows) for each numerics that the directory has outputs of."""
+def compare_directory(
+    directory: Path, numerics_names: Sequence[str] = tuple(FILES), cases: Sequence[str] | None = None
+) -> Iterator[tuple[str, list[Row]]]:
+    """(title, rows) for each numerics that the directory has outputs of; of all its cases, or those named."""
     inputs = dict(np.load(directory / "inputs.npz"))
     report = json.loads((directory / "oracle_report.json").read_text())
-    for numerics, file in FILES.items():
-        path = directory / f"{file}.npz"
+    for numerics in numerics_names:
+        path = directory / f"{FILES[numerics]}.npz"
         if not path.exists():
             continue
         outputs = dict(np.load(path))
         model = Model.from_pretrained(directory, numerics=numerics)
         rows: list[Row] = []
         for case, arrays in _cases(outputs).items():
+            if cases is not None and case not in cases:
+                continue
             run = _run(model, case, arrays, inputs, outputs.get(f"{case}/spec_ids"))
             if numerics == "float32":
                 rows += _judge_preprocessing(case, run, inputs)

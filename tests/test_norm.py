@@ -94,4 +94,5 @@ def test_module_returns_the_activation_dtype_and_keeps_its_weight_in_bf16(name):
     out = norm(jnp.full((1, 32), 3.0), numerics(name))
     assert out.dtype == numerics(name).dtype
     assert norm.weight[...].dtype == jnp.bfloat16
-    assert (np.asarray(out, np.float32) == 2).all()
+    # Reciprocal square roots of GPUs are good to a unit in the last place, not correctly rounded.
+    np.testing.assert_allclose(np.asarray(out, np.float32), 2, rtol=2**-22)

@@ -11,7 +11,7 @@ from dsv41_jax.verify import verify_block, verify_greedy, verify_standard
 K, V, DRAWS = 3, 3, 1_000_000
 RULES = {"standard": jax.jit(verify_standard), "block": jax.jit(verify_block)}
 RULE = pytest.mark.parametrize("rule", list(RULES))
-OFFERS = {"all": [K], "fewer": [2], "one": [1], "none": [0], "mixed": [0, 1, 2, 3]}
+OFFERS = {"all": [K], "fewer": [2], "none": [0], "mixed": [0, 1, 2, 3]}
 
 
 def trees(rng, zeros=False):
@@ -191,7 +191,8 @@ def test_one_draft_stands_below_the_ratio(rule, draft, uniform, accepted, tokens
 
 
 # M_b = (0.8, 0.2) then (0.9, 0.1) then only token 1; M_s = (0.4, 0.6) then (0.1, 0.9); drafts (1, 1).
-#   ratios 1/3 and 1/9; p_1 = 1/3, p_2 = 1/27; S_1 = 0.9/3 - 0.1 = 0.2, h_1 = 0.2 / (0.2 + 2/3) = 3/13 = 0.23077; h_2 = p_2
+#   ratios 1/3 and 1/9; p_1 = 1/3, p_2 = 1/27; S_1 = 0.9/3 - 0.1 = 0.2, h_1 = 0.2 / (0.2 + 2/3) = 3/13;
+#   h_2 = p_2
 DEEP = ([[0.8, 0.2], [0.9, 0.1], [0.0, 1.0]], [[0.4, 0.6], [0.1, 0.9]])
 
 

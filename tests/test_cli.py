@@ -1,0 +1,126 @@
+"""The command line: what it prints, where errors go, and that files appear whole or not at all."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from dsv41_jax import cli
+
+TINY = ROOT / "dsv41_jax/data/tiny"
+
+
+def run(*arguments):
+    """Exit status of a command in this process."""
+    try:
+        cli.main(list(arguments))
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def error_line(capsys):
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert lines, captured
+    return lines[-1]
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "in.npz"
+    np.savez(path, tokens=np.array([[0, 3, 40, 41], [0, 9, 10, 11]]))
+    return path
+
+
+def test_info_prints_the_plan_and_the_counts_of_the_headers(capsys):
+    assert run("info", "tiny") == 0
+    out = capsys.readouterr().out
+    assert "reindex" in out
+    assert "705" in out
+    assert f"{2346349:,}" in out
+    assert f"{(434 + 606) * 32:,}" in out
+
+
+def test_logits_file_holds_the_models_logits_and_taps(tokens, tmp_path, tiny):
+    out = tmp_path / "out.npz"
+    taps = "layers.3.index_topk,layers.0.out"
+    assert (
+        run("logits", "tiny", "--tokens", str(tokens), "--out", str(out), "--numerics", "float32", "--taps", taps) == 0
+    )
+    found = np.load(out)
+    assert set(found) == {"logits", "layers.3.index_topk", "layers.0.out"}
+    np.testing.assert_array_equal(found["logits"], tiny(np.load(tokens)["tokens"]))
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".npz"] == []
+
+
+def test_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "out.npz"
+    path.write_bytes(b"old")
+
+    def half(stream, **_):
+        stream.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez", half)
+    with pytest.raises(OSError, match="disk full"):
+        cli.write_npz(path, {"a": np.zeros(1)})
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], "nonsense"),
+        (["info", "/no/such/dir"], "/no/such/dir"),
+        (["info", "tiny", "--colour"], "--colour"),
+        (["generate", "tiny"], "--prompt"),
+        (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "many"], "many"),
+        (["generate", "tiny", "--prompt", "a", "--numerics", "float16"], "float16"),
+        (["generate", "tiny", "--prompt", "a", "--top-p", "0"], "top_p: 0.0"),
+        (["generate", "tiny", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0"),
+        (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "100000"], "max_position_embeddings 128"),
+        (["generate", "tiny", "--prompt", "a", "--cost", "/no/such.json"], "/no/such.json"),
+        (["logits", "tiny", "--tokens", "/no/such.npz", "--out", "x.npz"], "/no/such.npz"),
+        (["logits", "tiny", "--tokens", "TOKENS", "--out", "/no/such/dir/x.npz"], "/no/such/dir/x.npz"),
+        (["chat", "tiny", "--message", "hi", "--image", "/no/such.png"], "/no/such.png"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_status_2(arguments, said, capsys, tokens):
+    assert run(*[str(tokens) if a == "TOKENS" else a for a in arguments]) == 2
+    line = error_line(capsys)
+    assert line.startswith("error: ")
+    assert said in line
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", None])
+def test_bad_token_files_are_named(content, tmp_path, capsys):
+    path = tmp_path / "in.npz"
+    if content is None:
+        np.savez(path, ids=np.zeros((1, 2), int))
+    else:
+        path.write_bytes(content)
+    assert run("logits", "tiny", "--tokens", str(path), "--out", str(tmp_path / "out.npz")) == 2
+    assert error_line(capsys).startswith("error: ")
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_bad_cost_table_is_named(tmp_path, capsys):
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"tokens": [2], "verify": [], "draft": 1}))
+    assert run("generate", "tiny", "--prompt", "a", "--cost", str(path)) == 2
+    assert str(path) in error_line(capsys)
+
+
+def test_demo_runs_in_a_process_of_its_own_and_streams_a_text():
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv41_jax", "demo"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    difference = float(done.stdout.split("largest absolute difference ")[1].split()[0])
+    assert difference <= 1e-4
+    assert "tokens/s" in done.stderr
