@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int32, Int64, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Int64, UInt8
 from tokenizers import Regex, Tokenizer, normalizers
 
 from dsv41_jax.config import Config, ConfigError
@@ -166,8 +166,8 @@ class Memory:
     def read(
         self,
         tokens: Int32[np.ndarray, "B T"],
-        count: Int32[np.ndarray, " B"],
-        start: Int32[np.ndarray, " B"],
+        count: Int[np.ndarray, " B"],
+        start: Int[np.ndarray, " B"],
         history: Int32[np.ndarray, "B ring"],
         image: Bool[np.ndarray, "B T"] | None = None,
     ) -> tuple[tuple[EngramRows, ...], Int32[np.ndarray, "B ring"]]:
