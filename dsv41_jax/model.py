@@ -57,9 +57,8 @@ def forward(
 
     `count` says how many of the T tokens of each row are live (default: all); the rest is padding on the right.
     `rows` are the Engram rows of the call (`engram.Memory.read`), one record a layer that has them. `image` holds the
-    embeddings of image spans, which overwrite those of the placeholder ids. `last_only`
-    gives the logits of each row's last live position instead of all T. What is not asked for of the intermediates
-    costs nothing under jit.
+    embeddings of image spans, which overwrite those of the placeholder ids. `last_only` gives the logits of each row's
+    last live position instead of all T. Intermediates that nobody uses cost nothing under jit.
     """
     batch, width = tokens.shape
     count = jnp.full((batch,), width, jnp.int32) if count is None else count
