@@ -10,6 +10,7 @@ the first token only when its follower looks good, 0.85 of the first tokens come
 """
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,8 +35,10 @@ class CostTable:
             raise ValueError(
                 f"cost table: tokens {self.tokens} and {len(self.verify)} costs are not an ascending table"
             )
-        if min(*self.verify, self.draft) < 0 or self.verify[0] <= 0:
-            raise ValueError(f"cost table: costs {self.verify}, draft {self.draft} are not positive")
+        if self.tokens[0] < 1 or not all(0 < cost < math.inf for cost in self.verify) or not 0 <= self.draft < math.inf:
+            raise ValueError(
+                f"cost table: tokens {self.tokens}, costs {self.verify}, draft {self.draft} must be positive"
+            )
 
     @classmethod
     def read(cls, path: Path) -> "CostTable":
@@ -63,7 +66,7 @@ class CostTable:
 
 def survival(confidence: Float[np.ndarray, "B K"]) -> Float[np.ndarray, "B K"]:
     """Running product of sigmoid(confidence logit)."""
-    return np.cumprod(1 / (1 + np.exp(-np.asarray(confidence, np.float64))), axis=1)
+    return np.cumprod(0.5 + 0.5 * np.tanh(0.5 * np.asarray(confidence, np.float64)), axis=1)
 
 
 def budget(stale: Float[np.ndarray, "B K"], cost: CostTable) -> int:

@@ -27,16 +27,14 @@ class Speculation:
     def __init__(self, model: "Model", method: str, cost: CostTable | None = None, on_step: OnStep | None = None):
         self.model, self.method, self.cost, self.on_step = model, method, cost, on_step
 
-    def offer(self, current: np.ndarray, stale: np.ndarray, most: np.ndarray) -> np.ndarray:
+    def offer(self, current: np.ndarray, stale: np.ndarray, most: np.ndarray, alive: np.ndarray) -> np.ndarray:
         """Drafts to verify for each row, at most `most`: all of them, or what pays by the cost table. The budget comes
         from `stale` survivals, of the step before; `current` ones only rank."""
         if self.cost is None:
             return most
-        rows = most > 0
-        offered = np.zeros_like(most)
-        if rows.any():
-            offered[rows] = allocate(current[rows], budget(stale[rows], self.cost))
-        return np.minimum(offered, most)
+        usable = np.arange(current.shape[1]) < most[:, None]
+        total = budget(np.where(usable, stale, 0.0)[alive], self.cost)
+        return np.minimum(allocate(np.where(usable, current, -1.0), total), most)
 
     def generate(
         self,
@@ -65,7 +63,7 @@ class Speculation:
             left = np.array([rows.left(row) - 1 for row in range(len(prompts))])
             most = np.where(rows.alive, np.clip(left, 0, drafts.ids.shape[1]), 0)
             current = survival(np.asarray(drafts.confidence))
-            offered = self.offer(current, stale, most).astype(np.int32)
+            offered = self.offer(current, stale, most, rows.alive).astype(np.int32)
             # One width, so one compilation; only a cost table makes narrower steps worth their own.
             width = drafts.ids.shape[1] if self.cost is None else max(1, int(offered.max()))
             guesses = np.asarray(drafts.ids)[:, :width]

@@ -12,6 +12,7 @@ Every norm here has eps 1e-6. Orientation tags of a file are not applied and an 
 
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,15 +97,18 @@ class Patches:
 
 
 def open_image(source: ImageSource) -> Image.Image:
-    """An RGB image from a Pillow image, an array [H, W, 3], encoded bytes or a file."""
+    """An RGB image from a Pillow image, a uint8 array [H, W], [H, W, 3] or [H, W, 4], encoded bytes or a file."""
     name = str(source) if isinstance(source, str | Path) else "image"
     try:
         if isinstance(source, np.ndarray):
+            if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,), (4,)):
+                raise TypeError(f"array of {source.dtype} {source.shape}, not uint8 [H, W], [H, W, 3] or [H, W, 4]")
             source = Image.fromarray(source)
         elif not isinstance(source, Image.Image):
-            source = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+            with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+                source = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         return source.convert("RGB")
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"{name}: is too large ({error})") from None
     except (OSError, SyntaxError, TypeError, ValueError) as error:
         raise ImageError(f"{name}: is not an image that can be read ({error})") from None
@@ -165,7 +169,8 @@ class VisionAttention(nnx.Module):
         q, k = (rotate_2d(qkv[:, part], places, self.theta) for part in (0, 1))
         scores = jnp.einsum("qnh,knh->nqk", q, k, precision="highest", preferred_element_type=jnp.float32)
         p = jax.nn.softmax(jnp.where(live, scores * q.shape[-1] ** -0.5, -jnp.inf), axis=-1)
-        o = jnp.einsum("nqk,knh->qnh", p, qkv[:, 2].astype(jnp.float32), precision="highest")
+        values = jnp.where(live[:, None, None], qkv[:, 2].astype(jnp.float32), 0.0)  # 0 * NaN is NaN
+        o = jnp.einsum("nqk,knh->qnh", p, values, precision="highest")
         return self.wo(cast(o, num.dtype).reshape(x.shape), num)
 
 
