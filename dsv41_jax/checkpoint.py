@@ -170,7 +170,8 @@ class Checkpoint:
     def __init__(self, path: str | Path):
         self.path = locate(path)
         self.config = Config.from_pretrained(self.path)
-        self.unread: set[str] = set()  # tensors that an index places in shards whose header cannot be read
+        self.placed: dict[str, str] = {}  # the shard of each tensor, where an index gives it
+        self.unread: set[str] = set()  # tensors that an index places where they cannot be read
         self.tensors, self.problems = self._headers()
         self._maps: dict[Path, np.memmap] = {}
 
@@ -189,11 +190,11 @@ class Checkpoint:
             return {}, [f"{index.name}: unreadable index ({error})"]
         if bad:
             return {}, [f"{index.name}: shard {bad[0]!r} is not the name of a file beside it"]
-        return self._shards(placed, files, document.get("metadata") or {})
+        self.placed = placed
+        return self._shards(files, document.get("metadata") or {})
 
-    def _shards(
-        self, placed: dict[str, str], files: list[str], metadata: Any
-    ) -> tuple[dict[str, TensorInfo], list[str]]:
+    def _shards(self, files: list[str], metadata: Any) -> tuple[dict[str, TensorInfo], list[str]]:
+        placed = self.placed
         tensors: dict[str, TensorInfo] = {}
         problems = []
         for file in files:
@@ -201,6 +202,11 @@ class Checkpoint:
             problems += wrong
             if wrong and not found:
                 self.unread |= {name for name, where in placed.items() if where == file}
+            owners = {placed.get(name) for name in found}
+            if len(owners) == 1 and owners.isdisjoint({file, None}):
+                problems.append(f"{file}: holds the tensors of {owners.pop()}")
+                self.unread |= {name for name, where in placed.items() if where == file}
+                continue
             for name, info in found.items():
                 if placed.get(name) != file:
                     problems.append(f"{name}: stands in {file}, which the index does not say")
@@ -209,19 +215,20 @@ class Checkpoint:
             if not wrong:
                 lost = [name for name, where in placed.items() if where == file and name not in found]
                 problems += [f"{name}: is not in {file}, where the index places it" for name in lost]
+                self.unread.update(lost)
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         held = sum(info.stop - info.start for info in tensors.values())
         if total is not None and not problems and total != held:
             problems.append(f"index total_size {total} is not {held}, the bytes of its tensors")
         return tensors, problems
 
-    def check(self, params: Transformer | None = None) -> dict[str, Expected]:
-        """What the config expects, after a comparison of every header with it. Raises one CheckpointError that lists
-        all that is missing, unexpected, of another shape or dtype, or damaged. Reads headers only."""
-        expected = expected_tensors(self.config, params)
+    def deviations(self, expected: dict[str, Expected] | None = None) -> list[str]:
+        """Everything in which the headers differ from what the config asks for: missing, unexpected, of another shape
+        or dtype, damaged."""
+        expected = expected_tensors(self.config) if expected is None else expected
         problems = list(self.problems)
         if problems and not self.tensors:
-            raise CheckpointError(self.path, problems)
+            return problems
         damaged = {problem.split(":")[0] for problem in problems} | self.unread
         for name, wanted in expected.items():
             info = self.tensors.get(name)
@@ -233,7 +240,12 @@ class Checkpoint:
                 scale = name.endswith(".scale")
                 belongs = f" (its weight: {list(expected[name[:-5] + 'weight'].shape)})" if scale else ""
                 problems.append(f"{name}: shape {list(info.shape)}, expected {list(wanted.shape)}{belongs}")
-        problems += [f"{name}: unexpected" for name in self.tensors if name not in expected]
+        return problems + [f"{name}: unexpected" for name in self.tensors if name not in expected]
+
+    def check(self, params: Transformer | None = None) -> dict[str, Expected]:
+        """What the config expects, or one CheckpointError that lists every deviation. Reads headers only."""
+        expected = expected_tensors(self.config, params)
+        problems = self.deviations(expected)
         if problems:
             raise CheckpointError(self.path, problems)
         return expected

@@ -4,7 +4,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from tokenizers.decoders import DecodeStream
 
-from dsv41_jax.checkpoint import Checkpoint, locate
+from dsv41_jax.checkpoint import Checkpoint, Expected, locate
 from dsv41_jax.config import Config
-from dsv41_jax.model import abstract_parameters, parameter_count
+from dsv41_jax.inventory import active, misplaced, totals
 from dsv41_jax.pretrained import Model
 from dsv41_jax.quant import NUMERICS
 from dsv41_jax.schedule import CostTable
@@ -82,26 +81,41 @@ def app() -> None:
 @app.command()
 @click.argument("ckpt")
 def info(ckpt: str) -> None:
-    """Layer plan, tensors and parameters of CKPT, from headers alone, or everything that is wrong with it."""
+    """Layer plan, parameters and bytes of CKPT, if all its tensors are there: from headers alone."""
     checkpoint = Checkpoint(ckpt)
-    cfg = checkpoint.config
-    tree = abstract_parameters(cfg)
-    checkpoint.check(tree)
-    console = Console()
+    cfg, console = checkpoint.config, Console()
+    expected = checkpoint.check()
     console.print(plan_table(cfg))
-    size, count = Counter[str](), Counter[str]()
-    for tensor in checkpoint.tensors.values():
-        size[tensor.dtype] += tensor.stop - tensor.start
-        count[tensor.dtype] += 1
-    table = Table("dtype", "tensors", "bytes", box=None, pad_edge=False, title="\nTensors", title_justify="left")
-    for dtype in sorted(size):
-        table.add_row(dtype, f"{count[dtype]:,}", f"{size[dtype]:,}")
-    table.add_row("all", f"{count.total():,}", f"{size.total():,}")
-    console.print(table)
-    rows = sum(cfg.engram_num_embeddings) * cfg.engram_head_dim
-    console.print(f"\nparameters on devices: {parameter_count(tree):,}; in Engram tables: {rows:,}")
+    console.print(parts_table(expected))
+    decode, prefill = active(expected, cfg)
+    console.print(f"\nparameters that a generated token uses: {decode:,}; a prompt token: {prefill:,}")
     if cfg.unknown_keys:
         console.print(f"config keys kept but not known: {', '.join(cfg.unknown_keys)}")
+
+
+def parts_table(expected: dict[str, Expected]) -> Table:
+    """Parameters and stored bytes by part."""
+    counts, sizes = totals(expected)
+    table = Table(box=None, pad_edge=False, title="\nParts", title_justify="left")
+    for heading in ("part", "parameters", "bytes"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for part in sorted(counts, key=counts.get, reverse=True):
+        table.add_row(part, f"{counts[part]:,}", f"{sizes[part]:,}")
+    table.add_row(f"all {len(expected):,} tensors", f"{counts.total():,}", f"{sizes.total():,}")
+    return table
+
+
+@app.command()
+@click.argument("ckpt")
+def verify(ckpt: str) -> None:
+    """Check names, shapes, dtypes, sizes and shards of CKPT against its config: a line a deviation, then exit 1."""
+    checkpoint = Checkpoint(ckpt)
+    problems = checkpoint.deviations() or misplaced(checkpoint.placed, checkpoint.config)
+    for problem in problems:
+        print(problem)
+    total = sum(tensor.stop - tensor.start for tensor in checkpoint.tensors.values())
+    print(f"{checkpoint.path}: {len(checkpoint.tensors):,} tensors, {total:,} bytes, {len(problems)} deviations")
+    sys.exit(1 if problems else 0)
 
 
 @app.command()

@@ -94,6 +94,15 @@ def shard_of(name: str, cfg: Config) -> int:
     return 3 + number
 
 
-def shards(cfg: Config) -> int:
-    """How many shards the released placement has."""
-    return 3 + cfg.num_hidden_layers + cfg.num_nextn_predict_layers + len(cfg.engram_layer_ids)
+def misplaced(placed: dict[str, str], cfg: Config) -> list[str]:
+    """Tensors of a sharded checkpoint that stand in another shard than in the released placement. A single file has no
+    placement."""
+    if len(set(placed.values())) < 2:
+        return []
+    count = 3 + cfg.num_hidden_layers + cfg.num_nextn_predict_layers + len(cfg.engram_layer_ids)
+    wanted = {name: f"model-{shard_of(name, cfg):05d}-of-{count:05d}.safetensors" for name in placed}
+    return [
+        f"{name}: stands in {file}, the released placement is {wanted[name]}"
+        for name, file in placed.items()
+        if file != wanted[name]
+    ]

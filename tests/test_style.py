@@ -7,8 +7,8 @@ from conftest import ROOT
 
 PACKAGES = ("pallas_kernels", "dsv41_jax", "parity")
 ORDER = (
-    "config quant linear norm rope cache compressor indexer attention moe engram block vision dspark model verify schedule "
-    "checkpoint generate programs speculate encoding pretrained __init__ cli __main__"
+    "config quant linear norm rope cache compressor indexer attention moe engram block vision dspark model verify "
+    "schedule checkpoint inventory generate programs speculate encoding pretrained __init__ cli __main__"
 ).split()
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
