@@ -88,9 +88,9 @@ def info(ckpt: str) -> None:
     console.print(plan_table(cfg))
     console.print(parts_table(expected))
     decode, prefill = active(expected, cfg)
-    console.print(f"\nparameters that a generated token uses: {decode:,}; a prompt token: {prefill:,}")
+    print(f"\nparameters that a generated token uses: {decode:,}; a prompt token: {prefill:,}")
     if cfg.unknown_keys:
-        console.print(f"config keys kept but not known: {', '.join(cfg.unknown_keys)}")
+        print(f"config keys kept but not known: {', '.join(cfg.unknown_keys)}")
 
 
 def parts_table(expected: dict[str, Expected]) -> Table:
