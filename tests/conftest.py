@@ -59,6 +59,12 @@ def random_model(cfg: Config, numerics: str = "float32", seed: int = 0) -> Model
     return Model(cfg, random_parameters(cfg, seed), numerics=numerics, memory=random_memory(cfg, seed))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that the workers finish together."""
+    longest = ("test_speculate.py", "test_generate.py", "test_cache.py", "test_model.py", "test_vision.py")
+    items.sort(key=lambda item: item.path.name not in longest)
+
+
 @pytest.fixture(scope="session")
 def small() -> Model:
     """`small_config` in float32."""
