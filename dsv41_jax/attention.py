@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from dsv41_jax.cache import LayerCache, Span, push_ring, window_ids, write_entries
 from dsv41_jax.compressor import Compressor
@@ -39,8 +39,8 @@ from pallas_kernels.sparse_attention import sparse_attention
 class Published:
     """What source layers hand to the layers above: the latest of each stands."""
 
-    main: Float[Array, "B S H"] | None = None
-    index_keys: Float[Array, "B S J"] | None = None
+    main: Shaped[Array, "B S main_row"] | None = None
+    index_keys: Shaped[Array, "B S index_row"] | None = None
     selected: Int32[Array, "B T C"] | None = None
     blocks: Int32[Array, "B T K"] | None = None
 
@@ -69,14 +69,15 @@ class Attention(nnx.Module):
         ratio = self.plan.ratio
         first = span.start // ratio
         positions = (first[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)) * ratio
-        entries = num.main(rotate(latent, positions, layer_frequencies(self.cfg, ratio)))
+        entries = num.main.pack(rotate(latent, positions, layer_frequencies(self.cfg, ratio)))
         keys = self.indexer.keys(latent, positions, num)
         cache = replace(
             cache,
             main=write_entries(cache.main, entries, first, finished),
             index_keys=write_entries(cache.index_keys, keys, first, finished),
         )
-        return cache, {"latent": latent, "main_kv": entries, "index_keys": keys}
+        seen = {"main_kv": num.main.unpack(entries, num.dtype), "index_keys": num.index.unpack(keys, num.dtype)}
+        return cache, seen | {"latent": latent}
 
     def queries(
         self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], num: Numerics
@@ -88,17 +89,17 @@ class Attention(nnx.Module):
 
     def window_rows(
         self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], num: Numerics
-    ) -> Float[Array, "B T H"]:
-        """This layer's own latent of each token: rotated, then rounded as the window cache holds it."""
+    ) -> Shaped[Array, "B T row"]:
+        """This layer's own latent of each token, rotated, as the window cache keeps it."""
         kv = self.kv_norm(self.wkv(x, num), num)
-        return num.window(rotate(kv, positions, layer_frequencies(self.cfg, self.plan.ratio)))
+        return num.window.pack(rotate(kv, positions, layer_frequencies(self.cfg, self.plan.ratio)))
 
     def read(
         self,
         q: Float[Array, "B T N H"],
-        window: Float[Array, "B X H"],
+        window: Shaped[Array, "B X window_row"],
         window_ids: Int32[Array, "B T W"],
-        main: Float[Array, "B S H"] | None,
+        main: Shaped[Array, "B S main_row"] | None,
         main_ids: Int32[Array, "B T C"] | None,
         positions: Int32[Array, "B T"],
         num: Numerics,
@@ -108,7 +109,18 @@ class Attention(nnx.Module):
         if main is None:
             main, main_ids = window[:, :0], jnp.zeros((*q.shape[:2], 0), jnp.int32)
         sink, scale = self.attn_sink[...], cfg.head_dim**-0.5
-        o, _ = sparse_attention(q, window, window_ids, main, main_ids, sink, scale=scale, backend=num.backend)
+        o, _ = sparse_attention(
+            q,
+            window,
+            window_ids,
+            main,
+            main_ids,
+            sink,
+            scale=scale,
+            unpack_window=num.window.unpack,
+            unpack_main=num.main.unpack,
+            backend=num.backend,
+        )
         return rotate(cast(o, num.dtype), positions, layer_frequencies(cfg, self.plan.ratio), inverse=True)
 
     def project_out(self, o: Float[Array, "B T N H"], num: Numerics) -> Float[Array, "B T D"]:

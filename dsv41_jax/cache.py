@@ -10,7 +10,8 @@
     length      tokens seen, for each row of the batch
 
 Rows of a batch may have different lengths. A call of T tokens carries `count` live ones a row; the rest is padding on
-the right, computes values that nobody reads and writes nothing.
+the right, computes values that nobody reads and writes nothing. Rows of window, main and index keys are values or, with
+the numerics `fast`, bytes (`quant.Storage`).
 
 Everything is found by position, so a sequence is taken back by lowering its `length` (`rewind`): entries past it are
 dead, and the spare rows keep the last `spare` tokens from having overwritten anything that is still read.
@@ -24,10 +25,10 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from dsv41_jax.config import Config
-from dsv41_jax.quant import Numerics
+from dsv41_jax.quant import Numerics, Storage
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +36,9 @@ from dsv41_jax.quant import Numerics
 class LayerCache:
     """One layer's state; only Full layers have more than the window."""
 
-    window: Float[Array, "B W H"]
-    main: Float[Array, "B S H"] | None = None
-    index_keys: Float[Array, "B S J"] | None = None
+    window: Shaped[Array, "B W window_row"]
+    main: Shaped[Array, "B S main_row"] | None = None
+    index_keys: Shaped[Array, "B S index_row"] | None = None
     open_kv: Float32[Array, "B rest H"] | None = None
     open_gate: Float32[Array, "B rest H"] | None = None
 
@@ -50,7 +51,7 @@ class Cache:
     length: Int32[Array, " B"]
     history: Int32[Array, "B past"]
     layers: tuple[LayerCache, ...]
-    drafts: tuple[Float[Array, "B W H"], ...]
+    drafts: tuple[Shaped[Array, "B W row"], ...]
     capacity: int = field(metadata={"static": True})
 
     def copy(self) -> Cache:
@@ -75,8 +76,12 @@ def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
         if not 1 <= value <= most:
             raise ValueError(f"{name}: {value} is not in 1..{most}")
 
+    def rows(count: int, storage: Storage, channels: int) -> Array:
+        width, dtype = storage.row(channels, num.dtype)
+        return jnp.zeros((batch, count, width), dtype)
+
     def ring() -> Array:
-        return jnp.zeros((batch, cfg.sliding_window + cfg.spare, cfg.head_dim), num.dtype)
+        return rows(cfg.sliding_window + cfg.spare, num.window, cfg.head_dim)
 
     def layer(ratio: int, owns_kv: bool) -> LayerCache:
         if not owns_kv:
@@ -84,8 +89,8 @@ def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
         entries, rest = capacity // ratio, (batch, ratio - 1 + cfg.spare if ratio > 1 else 0, cfg.head_dim)
         return LayerCache(
             ring(),
-            jnp.zeros((batch, entries, cfg.head_dim), num.dtype),
-            jnp.zeros((batch, entries, cfg.index_head_dim), num.dtype),
+            rows(entries, num.main, cfg.head_dim),
+            rows(entries, num.index, cfg.index_head_dim),
             jnp.zeros(rest, jnp.float32),
             jnp.zeros(rest, jnp.float32),
         )
@@ -98,6 +103,17 @@ def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
         tuple(ring() for _ in range(cfg.num_nextn_predict_layers)),
         capacity,
     )
+
+
+def nbytes_per_token(cfg: Config, num: Numerics) -> float:
+    """Bytes of global cache (main entries and index keys) that a token adds: 890 for the released config packed."""
+
+    def nbytes(storage: Storage, channels: int) -> int:
+        width, dtype = storage.row(channels, num.dtype)
+        return width * dtype.itemsize
+
+    entry = nbytes(num.main, cfg.head_dim) + nbytes(num.index, cfg.index_head_dim)
+    return sum(entry / plan.ratio for plan in cfg.layers if plan.owns_kv)
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +144,7 @@ def window_ids(span: Span, window: int, ring: int) -> Int32[Array, "B T W"]:
     return jnp.where(seen < 0, -1, ids)
 
 
-def push_ring(ring: Float[Array, "B R H"], new: Float[Array, "B T H"], span: Span) -> Float[Array, "B R H"]:
+def push_ring(ring: Shaped[Array, "B R X"], new: Shaped[Array, "B T X"], span: Span) -> Shaped[Array, "B R X"]:
     """The ring after this call: slot s holds the newest position p with p % R == s. Gathers, so that it cannot write
     a slot twice."""
     rows = ring.shape[1]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from dsv41_jax.block import Block
 from dsv41_jax.cache import Span, push_ring
@@ -72,7 +72,7 @@ class DraftStage(Block):
         self,
         x: Float[Array, "B K M D"],
         mix: Float32[Array, "B K M"],
-        ring: Float[Array, "B R H"],
+        ring: Shaped[Array, "B R row"],
         positions: Int32[Array, "B K"],
         num: Numerics,
     ) -> tuple[Float[Array, "B K M D"], Float32[Array, "B K M"]]:
@@ -91,10 +91,10 @@ class DraftStage(Block):
 def observe(
     stages: Sequence[DraftStage],
     features: Float[Array, "B T K"],
-    rings: Sequence[Float[Array, "B R H"]],
+    rings: Sequence[Shaped[Array, "B R row"]],
     span: Span,
     num: Numerics,
-) -> tuple[Float[Array, "B R H"], ...]:
+) -> tuple[Shaped[Array, "B R row"], ...]:
     """The rings after the backbone has seen these tokens: each stage's latent of main_x, not through attn_norm."""
     main = stages[0].main_norm(stages[0].main_proj(features, num), num)
     return tuple(
@@ -117,7 +117,7 @@ def draft(
     stages: Sequence[DraftStage],
     embed: Float[Array, "V D"],
     head: Float[Array, "V D"],
-    rings: Sequence[Float[Array, "B R H"]],
+    rings: Sequence[Shaped[Array, "B R row"]],
     length: Int32[Array, " B"],
     token: Int32[Array, " B"],
     choose: Choose,

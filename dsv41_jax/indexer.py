@@ -14,7 +14,7 @@ gathering the pool's keys, so that their cost does not grow with the context. Bo
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from dsv41_jax.cache import Span
 from dsv41_jax.config import Config, LayerPlan
@@ -82,17 +82,17 @@ class Indexer(nnx.Module):
 
     def keys(
         self, latent: Float[Array, "B K H"], positions: Int32[Array, "B K"], num: Numerics
-    ) -> Float[Array, "B K J"]:
-        """Index keys of latents (before rope) whose groups start at `positions`."""
+    ) -> Shaped[Array, "B K row"]:
+        """Index keys of latents (before rope) whose groups start at `positions`, as the cache keeps them."""
         assert self.wk is not None and self.k_norm is not None
         key = rotate(self.k_norm(self.wk(latent, num), num), positions, layer_frequencies(self.cfg, self.plan.ratio))
-        return num.index(key)
+        return num.index.pack(key)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         q_r: Float[Array, "B T Q"],
-        keys: Float[Array, "B S J"],
+        keys: Shaped[Array, "B S row"],
         blocks: Int32[Array, "B T K"] | None,
         span: Span,
         num: Numerics,
@@ -109,13 +109,15 @@ class Indexer(nnx.Module):
         if plan.obeys_candidates and count > cfg.candidate_pool:
             entries = pool_entries(blocks, size)
             gathered = jax.vmap(lambda k, i: k[i])(keys, jnp.clip(entries, 0, count - 1))
+            gathered = num.index.unpack(gathered, num.dtype)
             scores = mask_scores(index_scores(query, gathered, heads, backend=num.backend), entries, visible)
             place = topk(scores, cfg.index_topk, backend=num.backend)
             chosen = jnp.take_along_axis(entries, jnp.maximum(place, 0), axis=-1)
             return jnp.where(place < 0, -1, chosen), blocks
 
         entries = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (keys.shape[0], 1, count))
-        scores = mask_scores(index_scores(query, keys[:, None], heads, backend=num.backend), entries, visible)
+        every = num.index.unpack(keys, num.dtype)[:, None]
+        scores = mask_scores(index_scores(query, every, heads, backend=num.backend), entries, visible)
         if plan.obeys_candidates:
             scores = jnp.where(pool_mask(blocks, size, count), scores, -jnp.inf)
         if plan.publishes_candidates:

@@ -89,8 +89,9 @@ class Model:
         """Load a checkpoint directory in the released layout, or the bundled one by its name, `tiny`.
 
         numerics: "reference" (as released: bfloat16, FP8 activations, quantized caches), "float32" (nothing
-        quantized but the weights), "cachequant" (float32 with quantized caches). backend: "xla". Raises ConfigError or
-        CheckpointError with one line that names everything wrong. `on_progress(done, total, name)` follows the load.
+        quantized but the weights), "cachequant" (float32 with quantized caches), "fast" ("reference" with caches
+        packed to bytes: 890 a token), "fast-fp8", "fast-bf16". backend: "xla". Raises ConfigError or CheckpointError
+        with one line that names everything wrong. `on_progress(done, total, name)` follows the load.
         """
         if mesh is not None:
             raise NotImplementedError("mesh: loading onto a mesh is not built yet; pass mesh=None")
@@ -348,9 +349,11 @@ class Model:
             raise ValueError("cache: was consumed by an earlier step; use the cache which that step returned")
         if cache.length.shape != count.shape:
             raise ValueError(f"cache: holds {cache.length.shape[0]} rows, tokens have {count.shape[0]}")
-        if cache.layers[0].window.dtype != self.numerics.dtype:
-            have, need = cache.layers[0].window.dtype, self.numerics.dtype
-            raise ValueError(f"cache: dtype {have} is not {need} of numerics {self.numerics.name!r}")
+        window = cache.layers[0].window
+        if (window.shape[-1], window.dtype) != self.numerics.window.row(self.config.head_dim, self.numerics.dtype):
+            raise ValueError(
+                f"cache: rows of {window.shape[-1]} {window.dtype} are not those of {self.numerics.name!r}"
+            )
         length = np.asarray(cache.length)
         full = np.flatnonzero(length + count > cache.capacity)
         if full.size:

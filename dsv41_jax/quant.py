@@ -6,25 +6,38 @@
     index key,   E2M1, groups of 32, scale 2**ceil(log2(max(amax, 6 * 2**-126) / 6)) after rope
       index query
 
-A fake quantizer gives back the values that the codes stand for. Source: numerics of the released inference program.
+A fake quantizer gives back the values that the codes stand for. Caches keep either those values or, packed, their
+codes and scales as bytes; unpacking a packed row gives the fake quantizer's values bit for bit:
+
+    FP8    K E4M3 codes, then K / 32 E8M0 scales            512 channels: 528 bytes; 128: 132
+    NVFP4  K / 2 E2M1 pairs, low nibble the even channel,
+           then K / 16 E4M3 scales                          512 channels: 288 bytes
+    MXFP4  K / 2 E2M1 pairs, then K / 32 E8M0 scales        128 channels: 68 bytes
+    BF16   K bfloat16, low byte first                       512 channels: 1024 bytes
+
+Source: numerics of the released inference program.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
 from pallas_kernels.formats import (
     E2M1_MAX,
     E4M3_MAX,
+    cast,
     e2m1_codes,
     e2m1_value,
     e8m0_ceil,
     e8m0_value,
     round_e4m3,
     round_e4m3_ratio,
+    unpack_e2m1,
 )
 
 
@@ -77,6 +90,68 @@ def round_nvfp4(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
     return (e2m1_value(codes) * jnp.repeat(scale, 16, axis=-1)).astype(x.dtype)
 
 
+def pack_e2m1(codes: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead half"]:
+    """Two codes a byte, the even channel in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _e4m3_bytes(values: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    return jax.lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def _e4m3_values(codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def pack_fp8(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
+    """K E4M3 codes, then K / 32 E8M0 scales."""
+    values, scale = quantize_fp8(x)
+    return jnp.concatenate([_e4m3_bytes(values), scale], axis=-1)
+
+
+def unpack_fp8(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
+    """The values of `pack_fp8` rows."""
+    width = row.shape[-1] * 32 // 33
+    return cast(_e4m3_values(row[..., :width]) * jnp.repeat(e8m0_value(row[..., width:]), 32, axis=-1), dtype)
+
+
+def pack_nvfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
+    """K / 2 bytes of E2M1 pairs, then K / 16 E4M3 scales."""
+    codes, scale = quantize_nvfp4(x)
+    return jnp.concatenate([pack_e2m1(codes), _e4m3_bytes(scale)], axis=-1)
+
+
+def unpack_nvfp4(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
+    """The values of `pack_nvfp4` rows."""
+    half = row.shape[-1] * 8 // 9
+    values, scale = e2m1_value(unpack_e2m1(row[..., :half])), _e4m3_values(row[..., half:])
+    return cast(values * jnp.repeat(scale, 16, axis=-1), dtype)
+
+
+def pack_mxfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
+    """K / 2 bytes of E2M1 pairs, then K / 32 E8M0 scales."""
+    codes, scale = quantize_mxfp4(x)
+    return jnp.concatenate([pack_e2m1(codes), scale], axis=-1)
+
+
+def unpack_mxfp4(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
+    """The values of `pack_mxfp4` rows."""
+    half = row.shape[-1] * 16 // 17
+    values, scale = e2m1_value(unpack_e2m1(row[..., :half])), e8m0_value(row[..., half:])
+    return cast(values * jnp.repeat(scale, 32, axis=-1), dtype)
+
+
+def pack_bf16(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
+    """K bfloat16, low byte first."""
+    pairs = jax.lax.bitcast_convert_type(cast(x, jnp.bfloat16), jnp.uint8)
+    return pairs.reshape(*x.shape[:-1], -1)
+
+
+def unpack_bf16(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
+    """The values of `pack_bf16` rows."""
+    return jax.lax.bitcast_convert_type(row.reshape(*row.shape[:-1], -1, 2), jnp.bfloat16).astype(dtype)
+
+
 def keep(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The quantizer that is off."""
     return x
@@ -86,31 +161,67 @@ Quantizer = Callable[[Array], Array]
 
 
 @dataclass(frozen=True)
+class Storage:
+    """How cached rows are kept: `pack` writes, `unpack(rows, dtype)` reads; calling it rounds as writing and reading
+    would. `bytes_of` gives the bytes of a packed row of so many channels; without it rows are values."""
+
+    pack: Quantizer
+    unpack: Callable[[Array, DTypeLike], Array]
+    bytes_of: Callable[[int], int] | None = None
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        return self.unpack(self.pack(x), x.dtype)
+
+    def row(self, channels: int, dtype: DTypeLike) -> tuple[int, jnp.dtype]:
+        """(elements, dtype) of a stored row of so many channels."""
+        return (
+            (channels, jnp.dtype(dtype)) if self.bytes_of is None else (self.bytes_of(channels), jnp.dtype(jnp.uint8))
+        )
+
+
+def values(quantizer: Quantizer = keep) -> Storage:
+    """Rows kept as values that were rounded when they were written."""
+    return Storage(quantizer, lambda rows, dtype: rows.astype(dtype))
+
+
+FP8 = Storage(pack_fp8, unpack_fp8, lambda k: k + k // 32)
+NVFP4 = Storage(pack_nvfp4, unpack_nvfp4, lambda k: k // 2 + k // 16)
+MXFP4 = Storage(pack_mxfp4, unpack_mxfp4, lambda k: k // 2 + k // 32)
+BF16 = Storage(pack_bf16, unpack_bf16, lambda k: 2 * k)
+_KEPT, _FP8, _NVFP4, _MXFP4 = values(), values(round_fp8), values(round_nvfp4), values(round_mxfp4)
+
+
+@dataclass(frozen=True)
 class Numerics:
-    """How the arithmetic is carried out: the activations' dtype, the quantizers in their places, and the backend of
-    the operations in `pallas_kernels`. One code path serves them all."""
+    """How the arithmetic is carried out: the activations' dtype, the quantizer of activations, how caches are kept,
+    and the backend of the operations in `pallas_kernels`. One code path serves them all."""
 
     name: str
     dtype: jnp.dtype
     activation: Quantizer = keep
-    window: Quantizer = keep
-    main: Quantizer = keep
-    index: Quantizer = keep
+    window: Storage = _KEPT
+    main: Storage = _KEPT
+    index: Storage = _KEPT
     backend: str = "xla"
 
 
+_BFLOAT16, _FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 NUMERICS = {
     n.name: n
     for n in (
-        Numerics("float32", jnp.dtype(jnp.float32)),
-        Numerics("cachequant", jnp.dtype(jnp.float32), keep, round_fp8, round_nvfp4, round_mxfp4),
-        Numerics("reference", jnp.dtype(jnp.bfloat16), round_fp8, round_fp8, round_nvfp4, round_mxfp4),
+        Numerics("float32", _FLOAT32),
+        Numerics("cachequant", _FLOAT32, keep, _FP8, _NVFP4, _MXFP4),
+        Numerics("reference", _BFLOAT16, round_fp8, _FP8, _NVFP4, _MXFP4),
+        Numerics("fast", _BFLOAT16, round_fp8, FP8, NVFP4, MXFP4),
+        Numerics("fast-fp8", _BFLOAT16, round_fp8, FP8, FP8, FP8),
+        Numerics("fast-bf16", _BFLOAT16, round_fp8, BF16, BF16, BF16),
     )
 }
 
 
 def numerics(name: str, backend: str = "xla") -> Numerics:
-    """By name: `float32` (no quantizer), `cachequant` (float32 with quantized caches), `reference` (as released)."""
+    """By name: `float32` (no quantizer), `cachequant` (float32 with quantized caches), `reference` (as released),
+    `fast` (the same with caches packed to bytes), `fast-fp8` and `fast-bf16` (with caches of those formats)."""
     if name not in NUMERICS:
         raise ValueError(f"numerics: {name!r} is not one of {', '.join(map(repr, NUMERICS))}")
     return replace(NUMERICS[name], backend=backend)

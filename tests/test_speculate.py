@@ -291,7 +291,7 @@ def test_the_budget_comes_from_the_step_before(small, stale, current, offered):
     most = np.array([0, 2], np.int32)  # the first row rests; it neither takes part in the budget nor gets an offer
     both = np.array([[1.0, 1.0], current]), np.array([[1.0, 1.0], stale])
     assert engine.offer(*both, most, most > 0).tolist() == [0, offered]
-    # With one draft left to use, the second cannot make the leap pay: (1 + 0.8) / 2 is less than 1 / 1.
+    # With one draft left to use, the second cannot make the leap pay: (1 + 0.8) / 1.9 is less than 1 / 1.
     assert engine.offer(*both, np.array([0, 1], np.int32), most > 0).tolist() == [0, 0]
     assert Speculation(small, "greedy").offer(*both, most, most > 0).tolist() == [0, 2]
 

@@ -8,36 +8,46 @@ multiplies the values, while the denominator sums the unrounded float32. The run
 on the block, so the blocks are kept here; with float32 rows the rounding is the identity and they change nothing.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.formats import cast
 
+Unpack = Callable[[Array, DTypeLike], Array]
 BLOCK = 64
 LEAST = -1e30  # where the running maximum starts: a query without any key gives 0, not NaN
 
 
-def gather(rows: Float[Array, "B S H"], ids: Int32[Array, "B T K"]) -> Float[Array, "B T K H"]:
-    """rows[b, ids[b, t, k]], and exact zeros where the id is -1, whatever those rows hold."""
+def gather(
+    rows: Shaped[Array, "B S row"], ids: Int32[Array, "B T K"], width: int, dtype: DTypeLike, unpack: Unpack | None
+) -> Float[Array, "B T K H"]:
+    """rows[b, ids[b, t, k]], unpacked, and exact zeros where the id is -1, whatever those rows hold."""
     if rows.shape[1] == 0:
-        return jnp.zeros((*ids.shape, rows.shape[2]), rows.dtype)
+        return jnp.zeros((*ids.shape, width), dtype)
     taken = jax.vmap(lambda r, i: r[i])(rows, jnp.clip(ids, 0, rows.shape[1] - 1))
-    return jnp.where((ids >= 0)[..., None], taken, jnp.zeros((), rows.dtype))
+    taken = taken if unpack is None else unpack(taken, dtype)
+    return jnp.where((ids >= 0)[..., None], taken, jnp.zeros((), dtype))
 
 
 def sparse_attention(
     q: Float[Array, "B T N H"],
-    window: Float[Array, "B X H"],
+    window: Shaped[Array, "B X window_row"],
     window_ids: Int32[Array, "B T W"],
-    main: Float[Array, "B S H"],
+    main: Shaped[Array, "B S main_row"],
     main_ids: Int32[Array, "B T C"],
     sink: Float32[Array, " N"],
     *,
     scale: float,
+    unpack_window: Unpack | None = None,
+    unpack_main: Unpack | None = None,
 ) -> tuple[Float32[Array, "B T N H"], Float32[Array, "B T N"]]:
     ids = jnp.concatenate([window_ids, main_ids], axis=-1)
-    rows = jnp.concatenate([gather(window, window_ids), gather(main, main_ids)], axis=2)
+    sources = ((window, window_ids, unpack_window), (main, main_ids, unpack_main))
+    rows = jnp.concatenate([gather(r, i, q.shape[-1], q.dtype, unpack) for r, i, unpack in sources], axis=2)
     pad = -ids.shape[-1] % BLOCK
     ids = jnp.pad(ids, ((0, 0), (0, 0), (0, pad)), constant_values=-1)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, pad), (0, 0)))
