@@ -8,7 +8,8 @@
 
 The candidate source also keeps the blocks of entries with the best visible score, the newest block always among them;
 index sources above it score only the entries of those blocks: by mask while the pool would hold every entry, else by
-gathering the pool's keys, so that their cost does not grow with the context. Both give the same ids.
+gathering the pool's keys, so that their cost does not grow with the context. Both give the same ids. Scores exist a
+tile at a time: the selection keeps a running best, exact whatever the tile.
 """
 
 import jax
@@ -24,7 +25,9 @@ from dsv41_jax.quant import Numerics
 from dsv41_jax.rope import layer_frequencies, rotate
 from pallas_kernels.formats import cast
 from pallas_kernels.indexer import index_scores
-from pallas_kernels.topk import topk
+from pallas_kernels.topk import finish, merge, start, topk
+
+TILE = 512  # entries scored at a time; a working set, not a limit
 
 
 def visible_entries(span: Span, ratio: int) -> Int32[Array, "B T"]:
@@ -40,6 +43,15 @@ def mask_scores(
     return jnp.where(seen & ~jnp.isnan(scores), scores, -jnp.inf)
 
 
+def block_scores(
+    scores: Float32[Array, "B T S"], number: Int32[Array, "B T K"], visible: Int32[Array, "B T"], size: int
+) -> Float32[Array, "B T K"]:
+    """Best masked score of each block of `size` entries; +inf for the one that holds the newest visible entry."""
+    best = scores.reshape(*number.shape, size).max(axis=-1)
+    newest = (visible - 1) // size  # -1 where nothing is visible: pins no block
+    return jnp.where(number == newest[..., None], jnp.inf, best)
+
+
 def candidate_blocks(
     scores: Float32[Array, "B T S"], visible: Int32[Array, "B T"], *, blocks: int, size: int, backend: str = "xla"
 ) -> Int32[Array, "B T K"]:
@@ -49,16 +61,21 @@ def candidate_blocks(
     """
     short = -scores.shape[-1] % size
     padded = jnp.pad(scores, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
-    best = padded.reshape(*scores.shape[:2], -1, size).max(axis=-1)
-    newest = (visible - 1) // size  # -1 where nothing is visible: pins no block
-    number = jnp.arange(best.shape[-1], dtype=jnp.int32)
-    return topk(jnp.where(number == newest[..., None], jnp.inf, best), blocks, backend=backend)
+    count = padded.shape[-1] // size
+    number = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*scores.shape[:2], count))
+    return topk(block_scores(padded, number, visible, size), blocks, backend=backend)
 
 
 def pool_entries(blocks: Int32[Array, "B T K"], size: int) -> Int32[Array, "B T P"]:
     """Entry ids of candidate blocks, ascending; -1 for those of missing blocks."""
     entries = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)
     return jnp.where(blocks[..., None] < 0, -1, entries).reshape(*blocks.shape[:2], -1)
+
+
+def entries_in_tiles(blocks: Int32[Array, "B T K"], size: int, tile: int) -> Int32[Array, "B T P"]:
+    """`pool_entries`, filled with -1 to whole tiles."""
+    entries = pool_entries(blocks, size)
+    return jnp.pad(entries, ((0, 0), (0, 0), (0, -entries.shape[-1] % tile)), constant_values=-1)
 
 
 def pool_mask(blocks: Int32[Array, "B T K"], size: int, entries: int) -> Bool[Array, "B T S"]:
@@ -104,23 +121,59 @@ class Indexer(nnx.Module):
         heads = self.weights_proj(x, num).astype(jnp.float32) * (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
         heads = cast(heads, num.dtype)
         visible = visible_entries(span, plan.ratio)
-        size, count = cfg.candidate_block_size, keys.shape[1]
+        # Ids carry no gradient; without one to follow, the loop may end where the tokens do.
+        query, heads, keys = jax.lax.stop_gradient((query, heads, keys))
+        return self.select(query, heads, keys, blocks, visible, num)
 
-        if plan.obeys_candidates and count > cfg.candidate_pool:
-            entries = pool_entries(blocks, size)
-            gathered = jax.vmap(lambda k, i: k[i])(keys, jnp.clip(entries, 0, count - 1))
-            gathered = num.index.unpack(gathered, num.dtype)
-            scores = mask_scores(index_scores(query, gathered, heads, backend=num.backend), entries, visible)
-            place = topk(scores, cfg.index_topk, backend=num.backend)
-            chosen = jnp.take_along_axis(entries, jnp.maximum(place, 0), axis=-1)
-            return jnp.where(place < 0, -1, chosen), blocks
+    def select(
+        self,
+        query: Float[Array, "B T I J"],
+        heads: Float[Array, "B T I"],
+        keys: Shaped[Array, "B S row"],
+        blocks: Int32[Array, "B T K"] | None,
+        visible: Int32[Array, "B T"],
+        num: Numerics,
+    ) -> tuple[Int32[Array, "B T C"], Int32[Array, "B T K"] | None]:
+        """Score tile by tile, keeping only a running best: memory does not grow with the entries, and time grows with
+        those that some query sees, not with the cache's capacity."""
+        cfg, plan = self.cfg, self.plan
+        lead, size, count = query.shape[:2], cfg.candidate_block_size, keys.shape[1]
+        pooled = plan.obeys_candidates and count > cfg.candidate_pool
+        total = cfg.candidate_pool if pooled else count
+        tile = size * max(1, min(TILE, total) // size)
+        tiles = -(-total // tile)
+        pool = entries_in_tiles(blocks, size, tile) if pooled else None
+        member = pool_mask(blocks, size, tiles * tile) if plan.obeys_candidates and not pooled else None
 
-        entries = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (keys.shape[0], 1, count))
-        every = num.index.unpack(keys, num.dtype)[:, None]
-        scores = mask_scores(index_scores(query, every, heads, backend=num.backend), entries, visible)
-        if plan.obeys_candidates:
-            scores = jnp.where(pool_mask(blocks, size, count), scores, -jnp.inf)
-        if plan.publishes_candidates:
-            wanted = min(cfg.candidate_topk_blocks, -(-count // size))
-            blocks = candidate_blocks(scores, visible, blocks=wanted, size=size, backend=num.backend)
-        return topk(scores, cfg.index_topk, backend=num.backend), blocks
+        def score(i: Int32[Array, ""] | int) -> tuple[Float32[Array, "B T tile"], Int32[Array, "B T tile"]]:
+            if pool is not None:
+                entries = jax.lax.dynamic_slice_in_dim(pool, i * tile, tile, axis=2)
+                found = jax.vmap(lambda k, e: k[e])(keys, jnp.clip(entries, 0, count - 1))
+            else:
+                row = i * tile + jnp.arange(tile, dtype=jnp.int32)
+                found = keys[:, jnp.minimum(row, count - 1)][:, None]
+                entries = jnp.broadcast_to(jnp.where(row < count, row, -1), (*lead, tile))
+            scores = index_scores(query, num.index.unpack(found, num.dtype), heads, backend=num.backend)
+            scores = mask_scores(scores, entries, visible)
+            if member is not None:
+                scores = jnp.where(jax.lax.dynamic_slice_in_dim(member, i * tile, tile, axis=2), scores, -jnp.inf)
+            return scores, entries
+
+        def add(i: Int32[Array, ""] | int, kept: tuple) -> tuple:
+            scores, entries = score(i)
+            best = merge(kept[0], scores, entries, backend=num.backend)
+            if not plan.publishes_candidates:
+                return best, kept[1]
+            number = jnp.broadcast_to(
+                i * (tile // size) + jnp.arange(tile // size, dtype=jnp.int32), (*lead, tile // size)
+            )
+            return best, merge(kept[1], block_scores(scores, number, visible, size), number, backend=num.backend)
+
+        wanted = min(cfg.candidate_topk_blocks, -(-count // size)) if plan.publishes_candidates else 0
+        kept = (start(lead, cfg.index_topk), start(lead, wanted))
+        if tiles == 1:
+            kept = add(0, kept)
+        else:
+            seen = tiles if pooled else jnp.minimum(tiles, -(-visible.max() // tile))
+            kept = jax.lax.fori_loop(0, seen, add, kept)
+        return finish(kept[0]), finish(kept[1]) if plan.publishes_candidates else blocks

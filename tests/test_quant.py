@@ -134,7 +134,11 @@ def test_cache_quantizers_leave_the_selection_alone():  # pitfall 65
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 14, 32)), jnp.float32)
     span = Span.after(jnp.zeros(1, jnp.int32), jnp.full(1, 14, jnp.int32), 14)
     plain = quant.numerics("float32")
-    options = [plain, replace(plain, window=quant.round_fp8), replace(plain, main=quant.round_nvfp4)]
+    options = [
+        plain,
+        replace(plain, window=quant.values(quant.round_fp8)),
+        replace(plain, main=quant.values(quant.round_nvfp4)),
+    ]
     cache = init_cache(cfg, 1, 16, plain).layers[1]
     runs = jax.jit(lambda x: [attention(x, Published(), cache, span, num)[:2] for num in options])(x)
     (exact, standing), *quantized = [(np.asarray(y), np.asarray(published.selected)) for y, published in runs]
@@ -213,15 +217,21 @@ def test_width_that_does_not_divide_into_groups_raises(function, width):
 
 
 def test_numerics_by_name_switch_the_quantizers_of_the_released_program():
+    none = (quant.keep,) * 4
+    released = (quant.round_fp8, quant.round_fp8, quant.round_nvfp4, quant.round_mxfp4)
     rules = {
-        "float32": (jnp.float32, quant.keep, quant.keep, quant.keep, quant.keep),
-        "cachequant": (jnp.float32, quant.keep, quant.round_fp8, quant.round_nvfp4, quant.round_mxfp4),
-        "reference": (jnp.bfloat16, quant.round_fp8, quant.round_fp8, quant.round_nvfp4, quant.round_mxfp4),
+        "float32": (jnp.float32, none),
+        "cachequant": (jnp.float32, (quant.keep, *released[1:])),
+        "reference": (jnp.bfloat16, released),
+        "fast": (jnp.bfloat16, released),
     }
-    for name, rule in rules.items():
+    x = normal(7)
+    for name, (dtype, rule) in rules.items():
         num = quant.numerics(name)
-        assert (num.name, num.backend) == (name, "xla")
-        assert (num.dtype, num.activation, num.window, num.main, num.index) == rule
+        assert (num.name, num.backend, num.dtype) == (name, "xla", dtype)
+        given = jnp.asarray(x, dtype)
+        for quantizer, expected in zip((num.activation, num.window, num.main, num.index), rule, strict=True):
+            assert np.array_equal(bits(quantizer(given)), bits(expected(given)))
     assert quant.numerics("reference", "pallas").backend == "pallas"
 
 
