@@ -27,7 +27,7 @@ from pallas_kernels.formats import cast
 from pallas_kernels.indexer import index_scores
 from pallas_kernels.topk import finish, merge, start, topk
 
-TILE = 512  # entries scored at a time; a working set, not a limit
+TILE = 2048  # entries scored at a time; a working set, not a limit
 
 
 def visible_entries(span: Span, ratio: int) -> Int32[Array, "B T"]:

@@ -297,7 +297,8 @@ def test_the_stack_cut_in_two_equals_the_whole(small, tokens, run):  # pitfall 1
     x, mix, published = segment(small.params, jnp.repeat(h, 4, axis=2), first_mix, Published(), rows[0], 0, 2)
     x, mix, _ = segment(small.params, x, mix, published, rows[0], 2, 5)
     seen = run()[2]
-    np.testing.assert_allclose(x, seen["layers.4.out"], atol=1e-5)
+    # Streams of scale 4 and more, summed in another order by each compilation: 1e-5 of the largest.
+    np.testing.assert_allclose(x, seen["layers.4.out"], atol=1e-5 * float(np.abs(x).max()))
     np.testing.assert_allclose(mix, seen["layers.4.pre_mix"], atol=1e-5)
 
 
