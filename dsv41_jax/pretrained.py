@@ -175,10 +175,10 @@ class Model:
         greedy. `on_token(row, id)` is called as each token is known. `images` are each prompt's images in order; its
         ids hold a placeholder, or the whole span, for each.
 
-        `draft` lets the drafter guess ahead: the greedy output is the same, and a sampled one has the same
-        distribution. `verify` is the rejection rule of sampling, "standard" or "block". With a `cost` table
-        (`dsv41 profile`) each step verifies only as many drafts as pay. `on_step(offered, accepted)` gets the counts
-        of the rows of each step.
+        `draft` lets the drafter guess ahead: a sampled output keeps its distribution, and a greedy one is the same up
+        to the last bits of a sum (in float32 token by token; bfloat16 numerics can turn a near tie either way).
+        `verify` is the rejection rule of sampling, "standard" or "block". With a `cost` table (`dsv41 profile`) each
+        step verifies only as many drafts as pay. `on_step(offered, accepted)` gets the counts of the rows of each step.
         """
         generation.check_sampling(max_new_tokens, temperature, top_p)
         if draft and not self.config.num_nextn_predict_layers:

@@ -103,6 +103,13 @@ def _e4m3_values(codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
+def _codes_width(row: UInt8[Array, "*lead row"], channels: int, codes: int, scales: int, name: str) -> int:
+    """Bytes of codes in a row of `channels`, after a check that the row has just those and the scales."""
+    if channels < 1 or codes + scales != row.shape[-1]:
+        raise ValueError(f"row: {row.shape[-1]} bytes are no {name} row of whole groups")
+    return codes
+
+
 def pack_fp8(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
     """K E4M3 codes, then K / 32 E8M0 scales."""
     values, scale = quantize_fp8(x)
@@ -111,7 +118,8 @@ def pack_fp8(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
 
 def unpack_fp8(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
     """The values of `pack_fp8` rows."""
-    width = row.shape[-1] * 32 // 33
+    channels = row.shape[-1] // 33 * 32
+    width = _codes_width(row, channels, channels, channels // 32, "FP8")
     return cast(_e4m3_values(row[..., :width]) * jnp.repeat(e8m0_value(row[..., width:]), 32, axis=-1), dtype)
 
 
@@ -123,7 +131,8 @@ def pack_nvfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
 
 def unpack_nvfp4(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
     """The values of `pack_nvfp4` rows."""
-    half = row.shape[-1] * 8 // 9
+    channels = row.shape[-1] // 9 * 16
+    half = _codes_width(row, channels, channels // 2, channels // 16, "NVFP4")
     values, scale = e2m1_value(unpack_e2m1(row[..., :half])), _e4m3_values(row[..., half:])
     return cast(values * jnp.repeat(scale, 16, axis=-1), dtype)
 
@@ -136,7 +145,8 @@ def pack_mxfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
 
 def unpack_mxfp4(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
     """The values of `pack_mxfp4` rows."""
-    half = row.shape[-1] * 16 // 17
+    channels = row.shape[-1] // 17 * 32
+    half = _codes_width(row, channels, channels // 2, channels // 32, "MXFP4")
     values, scale = e2m1_value(unpack_e2m1(row[..., :half])), e8m0_value(row[..., half:])
     return cast(values * jnp.repeat(scale, 32, axis=-1), dtype)
 
