@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed  ## layer plan, parity and a generation from the bundled checkpoint
 	$(BIN)/dsv41 demo
 
+DOCTESTS := $(addprefix dsv41_jax/, pretrained.py config.py checkpoint.py schedule.py)
+
 test: $(VENV)/installed  ## the default suite and the doctests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10
-	$(BIN)/python -m pytest -p no:cacheprovider --doctest-modules dsv41_jax/config.py dsv41_jax/checkpoint.py dsv41_jax/pretrained.py dsv41_jax/schedule.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 --doctest-modules $(DOCTESTS) tests
 
 parity: $(VENV)/installed  ## every golden vector that the repository holds
 	$(BIN)/python -m parity golden dsv41_jax/data/tiny tests/golden/text-min tests/golden/units

@@ -61,7 +61,15 @@ def random_model(cfg: Config, numerics: str = "float32", seed: int = 0) -> Model
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that the workers finish together."""
-    longest = ("test_speculate.py", "test_generate.py", "test_cache.py", "test_model.py", "test_vision.py")
+    longest = (
+        "pretrained.py",
+        "test_packed.py",
+        "test_speculate.py",
+        "test_generate.py",
+        "test_cache.py",
+        "test_model.py",
+        "test_vision.py",
+    )
     items.sort(key=lambda item: item.path.name not in longest)
 
 
