@@ -25,8 +25,8 @@ from tokenizers import Regex, Tokenizer, normalizers
 
 from dsv41_jax.config import Config, ConfigError
 from dsv41_jax.linear import QuantizedLinear, parameter
-from dsv41_jax.quant import Numerics
-from pallas_kernels.formats import cast, e8m0_value
+from dsv41_jax.quant import Numerics, unpack_fp8
+from pallas_kernels.formats import cast
 
 NONE = -1  # in a history: no token there, or one at or behind an image
 
@@ -227,9 +227,8 @@ class Engram(nnx.Module):
         self, x: Float[Array, "B T M D"], rows: EngramRows, image: Bool[Array, "B T"] | None, num: Numerics
     ) -> tuple[Float[Array, "B T M D"], dict[str, Array]]:
         """(streams with the memory added, taps). Image positions stay as they are."""
-        values = jax.lax.bitcast_convert_type(rows.weight, jnp.float8_e4m3fn).astype(jnp.float32)
-        values = values * jnp.repeat(e8m0_value(rows.scale), 32, axis=-1)
-        embedded = cast(values, num.dtype).reshape(*values.shape[:2], -1)
+        values = unpack_fp8(jnp.concatenate([rows.weight, rows.scale], axis=-1), num.dtype)
+        embedded = values.reshape(*values.shape[:2], -1)
         streams, width = x.shape[-2:]
         kv = self.wkv(embedded, num).reshape(*x.shape[:2], streams + 1, width)
         key, value = kv[..., :streams, :], kv[..., streams:, :]

@@ -38,6 +38,7 @@ from dsv41_jax.vision import (
     span_starts,
     window_patches,
 )
+from pallas_kernels import require_xla
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
 # Taps whose axis 1 counts the compressed entries that a call finishes; that of all others counts tokens.
@@ -73,6 +74,7 @@ class Model:
         if config.engram_layer_ids and memory is None:
             raise ValueError(f"memory: None, but layers {config.engram_layer_ids} read Engram tables")
         self.config, self.params, self.memory, self.tokenizer = config, params, memory, tokenizer
+        require_xla("this model", backend)
         self.numerics = numerics_named(numerics, backend)
         self.programs = Programs(config, params, self.numerics)
 
@@ -96,6 +98,7 @@ class Model:
         if mesh is not None:
             raise NotImplementedError("mesh: loading onto a mesh is not built yet; pass mesh=None")
         numerics_named(numerics)
+        require_xla("this model", backend)
         checkpoint = Checkpoint(path_or_name)
         cfg = checkpoint.config
         params = load(checkpoint, on_progress=on_progress)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dsv41_jax import Model, pretrained
 from dsv41_jax.quant import keep
 from pallas_kernels import BackendError, mhc
 from pallas_kernels.grouped_matmul import experts
@@ -259,3 +260,10 @@ def test_heads_that_all_rectify_to_zero_select_the_smallest_positions():  # pitf
     assert not np.asarray(scores).any()
     assert top(scores, 3).tolist() == [[[0, 1, 2]]]
     assert top(scored(q, keys, -jnp.ones((1, 1, 4))), 3).tolist() == [[[0, 1, 2]]]
+
+
+@pytest.mark.parametrize(("backend", "error"), [("pallas", BackendError), ("cuda", ValueError)])
+def test_a_model_refuses_a_backend_before_it_loads_anything(backend, error, monkeypatch):
+    monkeypatch.setattr(pretrained, "load", None)
+    with pytest.raises(error, match=f"^backend[^\n]*'{backend}'[^\n]*$"):
+        Model.from_pretrained("tiny", backend=backend)
