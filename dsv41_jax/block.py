@@ -26,6 +26,12 @@ from pallas_kernels.formats import cast
 Carried = Any  # what an attention site hands through beside its output
 
 
+def expand(h: Float[Array, "B T D"], streams: int) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"]]:
+    """What enters the first block: h in each of the M streams, and the mix that reads stream 0."""
+    x = jnp.broadcast_to(h[:, :, None], (*h.shape[:2], streams, h.shape[2]))
+    return x, jnp.zeros((*h.shape[:2], streams), jnp.float32).at[..., 0].set(1.0)
+
+
 def hyper_connection(cfg: Config) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
     """`fn`, `base` and `scale` of one site; they stay float32 whatever the activations are."""
     count = cfg.hc_mult * (cfg.hc_mult + 2)

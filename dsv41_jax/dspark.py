@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from dsv41_jax.block import Block
+from dsv41_jax.block import Block, expand
 from dsv41_jax.cache import Span, push_ring
 from dsv41_jax.config import WINDOW, Config, LayerPlan
 from dsv41_jax.linear import Linear, QuantizedLinear, product_f32
@@ -131,8 +131,7 @@ def draft(
     batch, block = token.shape[0], cfg.dspark_block_size
     noise = jnp.full((batch, block - 1), cfg.dspark_noise_token_id, jnp.int32)
     h = cast(embed[jnp.concatenate([token[:, None], noise], axis=1)], num.dtype)
-    x = jnp.broadcast_to(h[:, :, None], (batch, block, cfg.hc_mult, cfg.hidden_size))
-    mix = jnp.zeros((batch, block, cfg.hc_mult), jnp.float32).at[..., 0].set(1.0)
+    x, mix = expand(h, cfg.hc_mult)
     positions = length[:, None] + jnp.arange(block, dtype=jnp.int32)
     for stage, ring in zip(stages, rings, strict=True):
         x, mix = stage.draft(x, mix, ring, positions, num)

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from dsv41_jax.attention import Published
-from dsv41_jax.block import Block
+from dsv41_jax.block import Block, expand
 from dsv41_jax.cache import Cache, LayerCache, Span
 from dsv41_jax.config import Config
 from dsv41_jax.dspark import DraftStage, observe
@@ -67,8 +67,7 @@ def forward(
     mask = None if image is None else image.mask
     if image is not None:
         h = jnp.where(mask[..., None], cast(image.rows, num.dtype), h)
-    x = jnp.broadcast_to(h[:, :, None], (batch, width, cfg.hc_mult, cfg.hidden_size))
-    mix = jnp.zeros((batch, width, cfg.hc_mult), jnp.float32).at[..., 0].set(1.0)
+    x, mix = expand(h, cfg.hc_mult)
     published, layers, taps = Published(), list[LayerCache](), dict[str, Array]()
 
     for plan, block, state in zip(cfg.layers, params.layers, cache.layers, strict=True):

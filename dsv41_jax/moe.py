@@ -18,7 +18,7 @@ from dsv41_jax.config import Config
 from dsv41_jax.linear import QuantizedLinear, parameter, product_f32
 from dsv41_jax.quant import Numerics
 from pallas_kernels.formats import cast
-from pallas_kernels.grouped_matmul import experts
+from pallas_kernels.grouped_matmul import experts, swiglu
 
 
 def route(
@@ -30,11 +30,6 @@ def route(
     ids = jnp.sort(ids, axis=-1)
     chosen = jnp.take_along_axis(scores, ids, axis=-1)
     return ids, chosen / (chosen.sum(axis=-1, keepdims=True) + 1e-20) * scale
-
-
-def swiglu(gate: Float32[Array, "*s F"], up: Float32[Array, "*s F"], limit: float) -> Float32[Array, "*s F"]:
-    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
-    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
 class Gate(nnx.Module):

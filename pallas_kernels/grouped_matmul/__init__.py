@@ -8,7 +8,12 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels import require_xla
 from pallas_kernels.grouped_matmul import reference
 
-__all__ = ["experts"]
+__all__ = ["experts", "swiglu"]
+
+
+def swiglu(gate: Float32[Array, "*s F"], up: Float32[Array, "*s F"], limit: float) -> Float32[Array, "*s F"]:
+    """silu(min(gate, limit)) * clip(up, -limit, limit): of routed, shared and draft experts alike."""
+    return reference.swiglu(gate, up, limit)
 
 
 def experts(

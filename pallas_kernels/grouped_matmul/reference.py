@@ -39,6 +39,10 @@ def _tiles(ids: Int32[Array, " rows"], experts: int, tile: int) -> tuple[Int32[A
     return expert, jnp.where(live, order[place], rows)
 
 
+def swiglu(gate: Float32[Array, "*s F"], up: Float32[Array, "*s F"], limit: float) -> Float32[Array, "*s F"]:
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
 def experts(
     x: Float[Array, "T D"],
     ids: Int32[Array, "T A"],
@@ -68,9 +72,7 @@ def experts(
         e, row = tile_of
         slot = jnp.minimum(row, total - 1)
         here = x[slot // per_token]
-        gate = jnp.minimum(dot(here, w1, e), limit)
-        up = jnp.clip(dot(here, w3, e), -limit, limit)
-        hidden = jax.nn.silu(gate) * up * flat[slot][:, None]
+        hidden = swiglu(dot(here, w1, e), dot(here, w3, e), limit) * flat[slot][:, None]
         return done.at[row].set(dot(round_input(cast(hidden, dtype)), w2, e), mode="drop"), None
 
     out, _ = jax.lax.scan(one_tile, jnp.zeros((total, x.shape[1]), jnp.float32), (expert, rows))
