@@ -11,12 +11,13 @@ the first token only when its follower looks good, 0.85 of the first tokens come
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from dsv41_jax import atomic
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,8 @@ class CostTable:
 
     def write(self, path: Path) -> None:
         """As JSON; complete or not at all."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(path)
+        with atomic.file(path) as stream:
+            stream.write(json.dumps(asdict(self)).encode())
 
     def cost(self, tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Seconds of drafting and verifying this many tokens; never falling."""
