@@ -63,9 +63,11 @@ class Attention(nnx.Module):
     def compress(
         self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, num: Numerics
     ) -> tuple[LayerCache, dict[str, Array]]:
-        """Full mode: append the entries and index keys of the groups that this call finishes."""
+        """Full mode: append the entries and index keys of the groups that this call finishes (a replay: none)."""
         assert self.compressor is not None and self.indexer is not None
         latent, finished, cache = self.compressor(x, cache, span, num)
+        if span.replay:
+            return cache, {}
         ratio = self.plan.ratio
         first = span.start // ratio
         positions = (first[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)) * ratio

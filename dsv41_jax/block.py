@@ -70,6 +70,12 @@ class Block(nnx.Module):
             backend=num.backend,
         )
 
+    def attention_input(
+        self, x: Float[Array, "B T M D"], mix: Float32[Array, "B T M"], num: Numerics
+    ) -> Float[Array, "B T D"]:
+        """What the attention site reads of the streams."""
+        return self.attn_norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+
     def sites(
         self,
         x: Float[Array, "B T M D"],
@@ -80,7 +86,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"], Carried, dict[str, Array]]:
         """(streams, next mix, what `attend` carries, taps): the attention site, then the expert site."""
         pre, post, comb = self.coefficients(x, "attn", num)
-        seen = self.attn_norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+        seen = self.attention_input(x, mix, num)
         y, carried = attend(seen)
         x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
 
@@ -102,10 +108,10 @@ class Block(nnx.Module):
         rows: EngramRows | None = None,
         image: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"], Published, LayerCache, dict[str, Array]]:
-        """(streams, the mix that the next site collapses them with, what stands published, new cache, taps)."""
+        """(streams, the mix that the next site collapses them with, what stands published, new cache, taps). `rows`
+        are what its Engram reads; None: it has none, or the streams hold its memory already."""
         taps: dict[str, Array] = {}
-        if self.engram is not None:
-            assert rows is not None, f"layer {self.plan.id} reads Engram rows"
+        if rows is not None:
             x, taps = self.engram(x, rows, image, num)
         if self.plan.draft_feature:
             taps["draft_feature"] = cast(jnp.mean(x.astype(jnp.float32), axis=-2), num.dtype)
@@ -116,3 +122,20 @@ class Block(nnx.Module):
 
         x, mix, (published, cache, attn_taps), site_taps = self.sites(x, mix, attend, image, num)
         return x, mix, published, cache, taps | attn_taps | site_taps
+
+    def store(
+        self,
+        x: Float[Array, "B T M D"],
+        mix: Float32[Array, "B T M"],
+        cache: LayerCache,
+        span: Span,
+        num: Numerics,
+        *,
+        rows: EngramRows | None = None,
+        image: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T M D"], LayerCache]:
+        """Only what a Full layer leaves for the layers above it: (streams with its memory, cache with new entries)."""
+        if rows is not None:
+            x, _ = self.engram(x, rows, image, num)
+        cache, _ = self.attn.compress(self.attention_input(x, mix, num), cache, span, num)
+        return x, cache

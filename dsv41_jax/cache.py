@@ -41,6 +41,7 @@ class LayerCache:
     index_keys: Shaped[Array, "B S index_row"] | None = None
     open_kv: Float32[Array, "B rest H"] | None = None
     open_gate: Float32[Array, "B rest H"] | None = None
+    ratio: int = field(default=0, metadata={"static": True})  # tokens to an entry; 0: there are none
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +70,58 @@ class Cache:
             raise ValueError(f"rows: {wanted.tolist()} are not all in 0..{batch - 1}")
         return jax.tree.map(lambda leaf: leaf[jnp.asarray(wanted)], self)
 
+    def snapshot(self) -> Snapshot:
+        """The global entries alone, on the host: 890 bytes a token for the released config packed. Windows, open
+        groups and drafters' rings are left out; `Model.restore` rebuilds them from the last W tokens."""
+        length = np.array(self.length)
+
+        def kept(rows: Array, ratio: int) -> np.ndarray:
+            host = np.array(rows[:, : length.max() // ratio])
+            host[np.arange(host.shape[1]) >= (length // ratio)[:, None]] = 0
+            return host
+
+        full = [layer for layer in self.layers if layer.ratio]
+        entries = tuple((kept(layer.main, layer.ratio), kept(layer.index_keys, layer.ratio)) for layer in full)
+        return Snapshot(length, entries)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a prefix leaves for reuse: (main, index keys) of every Full layer, as stored, for `length` [B] tokens."""
+
+    length: np.ndarray
+    entries: tuple[tuple[np.ndarray, np.ndarray], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(rows.nbytes for pair in self.entries for rows in pair)
+
+    def cache(self, cfg: Config, length: np.ndarray, capacity: int, num: Numerics) -> Cache:
+        """A cache with the entries of the first `length` [B] tokens; its windows are still empty, and entries past a
+        row's length are dead. Raises ValueError when the snapshot is shorter, or was not taken with this config and
+        these numerics."""
+        short = np.flatnonzero(length > self.length)
+        if length.shape != self.length.shape or short.size:
+            raise ValueError(f"snapshot: holds {self.length.tolist()} tokens a row, {length.tolist()} were asked for")
+        cache = init_cache(cfg, len(length), capacity, num)
+        full = [number for number, layer in enumerate(cache.layers) if layer.ratio]
+        layers = list(cache.layers)
+        if len(self.entries) != len(full):
+            raise ValueError(f"snapshot: entries of {len(self.entries)} layers, the config has {len(full)} Full layers")
+        for number, pair in zip(full, self.entries, strict=True):
+            layer, most = layers[number], int(length.max()) // layers[number].ratio
+            for rows, store in zip(pair, (layer.main, layer.index_keys), strict=True):
+                if rows.shape[-1] != store.shape[-1] or rows.dtype != store.dtype:
+                    held = f"layer {number} holds rows of {rows.shape[-1]} {rows.dtype}"
+                    raise ValueError(f"snapshot: {held}, {num.name!r} keeps {store.shape[-1]} {store.dtype}")
+            main, keys = (
+                store.at[:, :most].set(rows[:, :most])
+                for rows, store in zip(pair, (layer.main, layer.index_keys), strict=True)
+            )
+            layers[number] = replace(layer, main=main, index_keys=keys)
+        return replace(cache, length=jnp.asarray(length, jnp.int32), layers=tuple(layers))
+
 
 def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
     """Empty caches for `batch` sequences of at most `capacity` tokens; no two leaves share a buffer."""
@@ -93,6 +146,7 @@ def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
             rows(entries, num.index, cfg.index_head_dim),
             jnp.zeros(rest, jnp.float32),
             jnp.zeros(rest, jnp.float32),
+            ratio,
         )
 
     past = cfg.engram_max_ngram_size - 1 + cfg.spare if cfg.engram_layer_ids else 0
@@ -119,16 +173,20 @@ def nbytes_per_token(cfg: Config, num: Numerics) -> float:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Span:
-    """The tokens of one call: row b holds positions start[b] .. start[b] + count[b] - 1, then padding."""
+    """The tokens of one call: row b holds positions start[b] .. start[b] + count[b] - 1, then padding.
+
+    A `replay` runs tokens again whose compressed entries stand in the caches: it writes none, and its windows begin at
+    `start`, since the rows before it are gone (report 1.10)."""
 
     start: Int32[Array, " B"]
     count: Int32[Array, " B"]
     positions: Int32[Array, "B T"]
+    replay: bool = field(default=False, metadata={"static": True})
 
     @classmethod
-    def after(cls, length: Int32[Array, " B"], count: Int32[Array, " B"], tokens: int) -> Span:
+    def after(cls, length: Int32[Array, " B"], count: Int32[Array, " B"], tokens: int, *, replay: bool = False) -> Span:
         """The `count` tokens that follow `length` earlier ones, in arrays padded to `tokens`."""
-        return cls(length, count, length[:, None] + jnp.arange(tokens, dtype=jnp.int32))
+        return cls(length, count, length[:, None] + jnp.arange(tokens, dtype=jnp.int32), replay)
 
     @property
     def end(self) -> Int32[Array, " B"]:
@@ -137,11 +195,11 @@ class Span:
 
 def window_ids(span: Span, window: int, ring: int) -> Int32[Array, "B T W"]:
     """Rows of [a ring of `ring` rows, this call's rows] that each query sees: itself and the W - 1 positions before
-    it; -1: none."""
+    it, in a replay those from its start on; -1: none."""
     seen = span.positions[..., None] - jnp.arange(window - 1, -1, -1, dtype=jnp.int32)
     start = span.start[:, None, None]
     ids = jnp.where(seen < start, seen % ring, ring + seen - start)
-    return jnp.where(seen < 0, -1, ids)
+    return jnp.where(seen < (start if span.replay else 0), -1, ids)
 
 
 def push_ring(ring: Shaped[Array, "B R X"], new: Shaped[Array, "B T X"], span: Span) -> Shaped[Array, "B R X"]:

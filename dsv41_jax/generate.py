@@ -4,9 +4,11 @@ The stepping function pads each chunk to one of `BUCKETS` lengths, so that no pr
 anything once the buckets that a batch size needs are compiled.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from dsv41_jax.vision import ImageInput
 
 BUCKETS = (1, 16, 128, 512)
 
-Step = Callable[[np.ndarray, Cache, np.ndarray, ImageInput | None], tuple[Array, Cache]]
+Read = Callable[[np.ndarray, np.ndarray, np.ndarray | None], Any]
+Step = Callable[["Piece", Cache], tuple[Array, Cache]]
+Start = Callable[[], tuple[Array, Cache]]
 OnToken = Callable[[int, int], None]
 OnStep = Callable[[np.ndarray, np.ndarray], None]
 
@@ -34,13 +38,17 @@ class Sampling:
     seed: int = 0
 
 
+def bucket(tokens: int) -> int:
+    """The smallest bucket that holds so many tokens, or their number where none does."""
+    return next((b for b in BUCKETS if b >= tokens), tokens)
+
+
 def chunks(tokens: int) -> list[tuple[int, int]]:
     """(first, bucket) of the calls that cover `tokens`: full largest buckets, then the smallest that holds the rest."""
     cover, first = [], 0
     while first < tokens:
-        bucket = next((b for b in BUCKETS if b >= tokens - first), BUCKETS[-1])
-        cover.append((first, bucket))
-        first += bucket
+        cover.append((first, bucket(min(tokens - first, BUCKETS[-1]))))
+        first += cover[-1][1]
     return cover
 
 
@@ -87,7 +95,7 @@ def check_sampling(max_new_tokens: int, temperature: float | int, top_p: float |
         raise ValueError(f"top_p: {top_p} is not in (0, 1]")
 
 
-def padded(prompts: Sequence[Sequence[int]], pad: int) -> Int32[np.ndarray, "B T"]:
+def padded(prompts: Sequence[Sequence[int] | np.ndarray], pad: int) -> Int32[np.ndarray, "B T"]:
     """Prompts of any lengths in one array, padded on the right."""
     rows = np.full((len(prompts), max(map(len, prompts))), pad, np.int32)
     for row, prompt in enumerate(prompts):
@@ -95,17 +103,66 @@ def padded(prompts: Sequence[Sequence[int]], pad: int) -> Int32[np.ndarray, "B T
     return rows
 
 
-def prefill(
-    step: Step, prompts: Sequence[Sequence[int]], cache: Cache, pad: int, image: ImageInput | None = None
-) -> tuple[Array, Cache]:
-    """(logits [B, V] after each row's last prompt token, cache). Rows may differ in length; none is empty."""
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = padded(prompts, pad)
+@dataclass(frozen=True)
+class Piece:
+    """One call of a longer run of tokens, padded to its bucket: tokens [B, bucket], of which `live` columns are not
+    padding of the bucket and `count` [B] are live in each row. `memory` is what `read` gave for it."""
+
+    first: int
+    live: int
+    tokens: Int32[np.ndarray, "B bucket"]
+    count: Int32[np.ndarray, " B"]
+    image: ImageInput | None
+    memory: Any
+
+
+def pieces(
+    tokens: Int32[np.ndarray, "B T"],
+    lengths: np.ndarray,
+    pad: int,
+    image: ImageInput | None = None,
+    read: Read | None = None,
+    *,
+    ahead: bool = True,
+    whole: bool = False,
+) -> Iterator[Piece]:
+    """The calls that cover `tokens`, of which each row's first `lengths` are live; `whole`: a single call.
+
+    `read(tokens, count, mask)` looks up what the host holds for a piece. It depends on tokens alone, so the next
+    piece's is read in a thread while the caller's device works on this one, unless `ahead` is off.
+    """
+
+    def piece(cover: tuple[int, int], memory: Any) -> Piece:
+        first, width = cover
+        live = min(width, tokens.shape[1] - first)
+        rows = np.pad(tokens[:, first : first + width], ((0, 0), (0, width - live)), constant_values=pad)
+        part = None if image is None else image.part(first, first + width)
+        return Piece(first, live, rows, np.clip(lengths - first, 0, width).astype(np.int32), part, memory)
+
+    def look_up(one: Piece) -> Piece:
+        mask = None if one.image is None else np.asarray(one.image.mask)
+        return replace(one, memory=read(one.tokens, one.count, mask))
+
+    covers = [(0, bucket(tokens.shape[1]))] if whole else chunks(tokens.shape[1])
+    plain = (piece(cover, None) for cover in covers)
+    if read is None or not ahead or len(covers) == 1:
+        yield from plain if read is None else map(look_up, plain)
+        return
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(look_up, next(plain))
+        for following in plain:
+            ready = coming.result()
+            coming = thread.submit(look_up, following)
+            yield ready
+        yield coming.result()
+
+
+def prefill(step: Step, parts: Iterable[Piece], lengths: np.ndarray, cache: Cache) -> tuple[Array, Cache]:
+    """(logits [B, V] after each row's last live token, cache)."""
     newest: Array | None = None
-    for first, bucket in chunks(tokens.shape[1]):
-        part = None if image is None else image.part(first, first + bucket)
-        logits, cache = step(tokens[:, first : first + bucket], cache, np.clip(lengths - first, 0, bucket), part)
-        done = (lengths > first)[:, None]
+    for part in parts:
+        logits, cache = step(part, cache)
+        done = (lengths > part.first)[:, None]
         newest = logits if newest is None else jnp.where(done, logits, newest)
     assert newest is not None
     return newest, cache
@@ -134,23 +191,22 @@ class Rows:
 
 
 def generate(
-    step: Step,
-    prompts: Sequence[Sequence[int]],
-    cache: Cache,
+    step: Callable[[np.ndarray, Cache, np.ndarray], tuple[Array, Cache]],
+    start: Start,
+    count: int,
     pad: int,
     sampling: Sampling,
     on_token: OnToken | None = None,
-    image: ImageInput | None = None,
 ) -> list[list[int]]:
-    """New token ids of each row, up to and including EOS. `step(tokens, cache, count, image)` gives the logits behind
-    each row's last live token; `image` holds the image spans of the prompts.
+    """New token ids of `count` rows, up to and including EOS. `start()` prefills; `step(tokens [B, 1], cache, count)`
+    gives the logits behind the living rows' new tokens.
 
     `on_token(row, id)` is called for every new token as soon as it is known, rows in order within a step.
     """
-    rows = Rows(len(prompts), sampling, on_token)
+    rows = Rows(count, sampling, on_token)
     if not rows.alive.any():
         return rows.tokens
-    logits, cache = prefill(step, prompts, cache, pad, image)
+    logits, cache = start()
     key, greedy = jax.random.key(sampling.seed), sampling.temperature == 0
     number = 0
     while True:
@@ -160,5 +216,5 @@ def generate(
         if not rows.alive.any():
             return rows.tokens
         tokens = np.where(rows.alive, drawn, pad)[:, None].astype(np.int32)
-        logits, cache = step(tokens, cache, rows.alive.astype(np.int32), None)
+        logits, cache = step(tokens, cache, rows.alive.astype(np.int32))
         number += 1

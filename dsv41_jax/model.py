@@ -4,18 +4,18 @@ Prefill, a chunk of a prefill and a decode step are this one function with a dif
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from dsv41_jax.attention import Published
 from dsv41_jax.block import Block, expand
-from dsv41_jax.cache import Cache, LayerCache, Span
-from dsv41_jax.config import Config
+from dsv41_jax.cache import Cache, Span
+from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.dspark import DraftStage, observe
 from dsv41_jax.engram import EngramRows
 from dsv41_jax.linear import Linear, product_f32
@@ -41,6 +41,64 @@ class Transformer(nnx.Module):
             self.image_start, self.image_newline, self.image_end = (delimiter(cfg) for _ in range(3))
 
 
+def enter(
+    params: Transformer, tokens: Int32[Array, "B T"], image: ImageInput | None, cfg: Config, num: Numerics
+) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"]]:
+    """(streams, mix) of tokens: their embeddings, or those of image spans in their places."""
+    h = cast(params.embed.weight[...][tokens], num.dtype)
+    if image is not None:
+        h = jnp.where(image.mask[..., None], cast(image.rows, num.dtype), h)
+    return expand(h, cfg.hc_mult)
+
+
+def through(
+    params: Transformer,
+    plans: Sequence[LayerPlan],
+    x: Float[Array, "B T M D"],
+    mix: Float32[Array, "B T M"],
+    cache: Cache,
+    span: Span,
+    num: Numerics,
+    *,
+    rows: Mapping[int, EngramRows],
+    image: Bool[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"], Cache, dict[str, Array]]:
+    """Run consecutive layers: (streams, mix, the cache with their new states, taps). `rows` are by layer."""
+    published, layers, taps = Published(), list(cache.layers), dict[str, Array]()
+    for plan in plans:
+        block, state, memory = params.layers[plan.id], layers[plan.id], rows.get(plan.id)
+        x, mix, published, state, seen = block(x, mix, published, state, span, num, rows=memory, image=image)
+        layers[plan.id] = state
+        taps |= {f"layers.{plan.id}.{name}": value for name, value in seen.items()}
+    return x, mix, replace(cache, layers=tuple(layers)), taps
+
+
+def leave(
+    params: Transformer,
+    x: Float[Array, "B T M D"],
+    mix: Float32[Array, "B T M"],
+    taps: dict[str, Array],
+    cache: Cache,
+    span: Span,
+    cfg: Config,
+    num: Numerics,
+    *,
+    last_only: bool,
+) -> tuple[Float32[Array, "B T_out V"], Cache, dict[str, Array]]:
+    """(logits, the cache with the drafters' rings and the length after `span`, taps)."""
+    if last_only:
+        newest = jnp.maximum(span.count - 1, 0)[:, None, None]
+        x = jnp.take_along_axis(x, newest[..., None], axis=1)
+        mix = jnp.take_along_axis(mix, newest, axis=1)
+    hidden = params.norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+    taps, drafts = taps | {"final_norm": hidden}, cache.drafts
+    if drafts:
+        features = [taps[f"layers.{layer}.draft_feature"] for layer in cfg.dspark_target_layer_ids]
+        taps["main_hidden"] = jnp.concatenate(features, axis=-1)
+        drafts = observe(params.mtp, taps["main_hidden"], drafts, span, num)
+    return product_f32(hidden, params.head.weight[...]), replace(cache, drafts=drafts, length=span.end), taps
+
+
 def forward(
     params: Transformer,
     tokens: Int32[Array, "B T"],
@@ -52,43 +110,24 @@ def forward(
     rows: Sequence[EngramRows] = (),
     image: ImageInput | None = None,
     last_only: bool = False,
+    replay: bool = False,
 ) -> tuple[Float32[Array, "B T_out V"], Cache, dict[str, Array]]:
     """(logits, the cache after these tokens, every intermediate by name). Pure; compile it with `jax.jit`.
 
     `count` says how many of the T tokens of each row are live (default: all); the rest is padding on the right.
     `rows` are the Engram rows of the call (`engram.Memory.read`), one record a layer that has them. `image` holds the
     embeddings of image spans, which overwrite those of the placeholder ids. `last_only` gives the logits of each row's
-    last live position instead of all T. Intermediates that nobody uses cost nothing under jit.
+    last live position instead of all T. `replay` rebuilds the windows of the last `count` tokens that the cache holds,
+    instead of appending new ones. Intermediates that nobody uses cost nothing under jit.
     """
     batch, width = tokens.shape
     count = jnp.full((batch,), width, jnp.int32) if count is None else count
-    span = Span.after(cache.length, count, width)
-    h = cast(params.embed.weight[...][tokens], num.dtype)
+    span = Span.after(cache.length - count if replay else cache.length, count, width, replay=replay)
+    memory = dict(zip(cfg.engram_layer_ids, rows, strict=True))
     mask = None if image is None else image.mask
-    if image is not None:
-        h = jnp.where(mask[..., None], cast(image.rows, num.dtype), h)
-    x, mix = expand(h, cfg.hc_mult)
-    published, layers, taps = Published(), list[LayerCache](), dict[str, Array]()
-
-    for plan, block, state in zip(cfg.layers, params.layers, cache.layers, strict=True):
-        memory = None if plan.engram_slot is None else rows[plan.engram_slot]
-        x, mix, published, state, seen = block(x, mix, published, state, span, num, rows=memory, image=mask)
-        layers.append(state)
-        taps |= {f"layers.{plan.id}.{name}": value for name, value in seen.items()}
-
-    if last_only:
-        newest = jnp.maximum(count - 1, 0)[:, None, None]
-        x = jnp.take_along_axis(x, newest[..., None], axis=1)
-        mix = jnp.take_along_axis(mix, newest, axis=1)
-    hidden = params.norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
-    taps["final_norm"] = hidden
-    drafts = cache.drafts
-    if drafts:
-        features = [taps[f"layers.{layer}.draft_feature"] for layer in cfg.dspark_target_layer_ids]
-        taps["main_hidden"] = jnp.concatenate(features, axis=-1)
-        drafts = observe(params.mtp, taps["main_hidden"], drafts, span, num)
-    cache = replace(cache, layers=tuple(layers), drafts=drafts, length=span.end)
-    return product_f32(hidden, params.head.weight[...]), cache, taps
+    x, mix = enter(params, tokens, image, cfg, num)
+    x, mix, cache, taps = through(params, cfg.layers, x, mix, cache, span, num, rows=memory, image=mask)
+    return leave(params, x, mix, taps, cache, span, cfg, num, last_only=last_only)
 
 
 def abstract_parameters(cfg: Config) -> Transformer:

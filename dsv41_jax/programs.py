@@ -1,11 +1,16 @@
-"""What is compiled: the four programs that the host runs, over the parameters as a flat list of arrays.
+"""What is compiled: the programs that the host runs, over the parameters as a flat list of arrays.
 
-step       a chunk of tokens of every row; the cache is donated
+step       a chunk of tokens of every row, or the last tokens again (replay); the cache is donated
+encode     a chunk of a prompt through the encoder alone; cache and tail are donated
+decode     the decoder on the prompt's last tokens, behind `encode`
 draft      guesses behind a token; writes nothing
 speculate  verify offered drafts, take back what failed, draft again: one decoding step of any acceptance
 image      the vision tower and the aligner on one padded image
+
+On a mesh, where the parameters lie decides how each program is partitioned; batches are laid on the same mesh.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +24,10 @@ from dsv41_jax.dspark import Choose, Drafts, draft
 from dsv41_jax.generate import nucleus, row_keys
 from dsv41_jax.model import Transformer, forward
 from dsv41_jax.quant import Numerics
+from dsv41_jax.replay import Tail, decode, encode
+from dsv41_jax.sharding import lay, mesh_of
 from dsv41_jax.verify import verify_block, verify_greedy, verify_standard
-from dsv41_jax.vision import encode
+from dsv41_jax.vision import encode as encode_image
 
 REJECTION = {"standard": verify_standard, "block": verify_block}
 
@@ -37,10 +44,30 @@ class Programs:
     def __init__(self, cfg: Config, params: Transformer, num: Numerics):
         self.cfg, self.num = cfg, num
         self.leaves, self._structure = jax.tree.flatten(params)  # flat: a step need not walk the modules
-        self.step = jax.jit(self._step, static_argnames=("taps", "last_only"), donate_argnames="cache")
-        self.draft = jax.jit(self._draft, static_argnames="greedy")
-        self.speculate = jax.jit(self._speculate, static_argnames="method", donate_argnames="cache")
+        self.step = self._compiled(self._step, static_argnames=("taps", "last_only", "replay"), donate_argnames="cache")
+        self.encode = self._compiled(self._encode, donate_argnames=("cache", "tail"))
+        self.decode = self._compiled(self._decode, donate_argnames="cache")
+        self.draft = self._compiled(self._draft, static_argnames="greedy")
+        self.speculate = self._compiled(self._speculate, static_argnames="method", donate_argnames="cache")
         self.image = jax.jit(self._image)
+
+    def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """The jitted function of (leaves, arrays that lead with the rows of a batch); on a mesh, rows go over `data`
+        before it and stay so behind it, so that the next call finds its cache in place."""
+        mesh = mesh_of(self.leaves)
+        if mesh is None:
+            return jax.jit(function, **options)
+
+        @functools.wraps(function)
+        def laid(*args: Any, **static: Any) -> Any:
+            return lay(function(*args, **static), mesh, jax.lax.with_sharding_constraint)
+
+        program = jax.jit(laid, **options)
+
+        def run(leaves: list[Array], *batch: Any, **static: Any) -> Any:
+            return program(leaves, *lay(batch, mesh), **static)
+
+        return run
 
     def _tree(self, leaves: list[Array]) -> Transformer:
         return jax.tree.unflatten(self._structure, leaves)
@@ -56,6 +83,7 @@ class Programs:
         *,
         taps: tuple[str, ...],
         last_only: bool,
+        replay: bool = False,
     ) -> tuple[Array, Cache, dict[str, Array]]:
         logits, cache, seen = forward(
             self._tree(leaves),
@@ -67,11 +95,29 @@ class Programs:
             rows=rows,
             image=image,
             last_only=last_only,
+            replay=replay,
         )
         unknown = [name for name in taps if name not in seen]
         if unknown:
             raise ValueError(f"taps: {unknown[0]!r} is not one of {', '.join(seen)}")
         return logits, cache, {name: seen[name] for name in taps}
+
+    def _encode(
+        self,
+        leaves: list[Array],
+        tokens: Int32[Array, "B T"],
+        count: Int32[Array, " B"],
+        rows: Any,
+        image: Any,
+        cache: Cache,
+        tail: Tail,
+    ) -> tuple[Cache, Tail]:
+        return encode(
+            self._tree(leaves), tokens, cache, tail, self.cfg, num=self.num, count=count, rows=rows, image=image
+        )
+
+    def _decode(self, leaves: list[Array], cache: Cache, tail: Tail) -> tuple[Array, Cache]:
+        return decode(self._tree(leaves), cache, tail, self.cfg, num=self.num)
 
     def _guess(self, tree: Transformer, cache: Cache, token: Int32[Array, " B"], choose: Choose) -> Drafts:
         embed, head = tree.embed.weight[...], tree.head.weight[...]
@@ -141,4 +187,4 @@ class Programs:
 
     def _image(self, leaves: list[Array], *image: Array) -> tuple[Array, Array]:
         tree = self._tree(leaves)
-        return encode(tree.vision, tree.aligner, *image, num=self.num)
+        return encode_image(tree.vision, tree.aligner, *image, num=self.num)

@@ -5,26 +5,22 @@ Rows of a batch accept different numbers of drafts in the same compiled step. Wh
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax.cache import Cache
-from dsv41_jax.generate import OnStep, OnToken, Rows, Sampling, prefill, sample
+from dsv41_jax.generate import OnStep, OnToken, Rows, Sampling, Start, sample
 from dsv41_jax.schedule import CostTable, allocate, budget, survival
-from dsv41_jax.vision import ImageInput
-
-if TYPE_CHECKING:
-    from dsv41_jax.pretrained import Model
+from dsv41_jax.steps import Steps
 
 
 class Speculation:
     """A model, a verification rule (greedy, standard, block) and, for adaptive verification, a cost table."""
 
-    def __init__(self, model: "Model", method: str, cost: CostTable | None = None, on_step: OnStep | None = None):
+    def __init__(self, model: Steps, method: str, cost: CostTable | None = None, on_step: OnStep | None = None):
         self.model, self.method, self.cost, self.on_step = model, method, cost, on_step
 
     def offer(self, current: np.ndarray, stale: np.ndarray, most: np.ndarray, alive: np.ndarray) -> np.ndarray:
@@ -38,20 +34,19 @@ class Speculation:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
-        cache: Cache,
+        start: Start,
+        count: int,
         sampling: Sampling,
         on_token: OnToken | None = None,
-        image: ImageInput | None = None,
     ) -> list[list[int]]:
         """As `generate.generate`."""
         model, pad = self.model, self.model.config.pad_token_id
-        rows = Rows(len(prompts), sampling, on_token)
+        rows = Rows(count, sampling, on_token)
         if not rows.alive.any():
             return rows.tokens
         key, greedy = jax.random.key(sampling.seed), self.method == "greedy"
         warmth, top_p = jnp.float32(sampling.temperature or 1.0), jnp.float32(sampling.top_p)
-        logits, cache = prefill(model.last_logits, prompts, cache, pad, image)
+        logits, cache = start()
         token = np.asarray(sample(logits, key, 0, warmth, top_p, greedy=greedy))
         for row, first in enumerate(token.tolist()):
             rows.add(row, first)
@@ -60,7 +55,7 @@ class Speculation:
         stale = np.ones(drafts.ids.shape)  # a new request counts as certain
         while rows.alive.any():
             number += 1
-            left = np.array([rows.left(row) - 1 for row in range(len(prompts))])
+            left = np.array([rows.left(row) - 1 for row in range(count)])
             most = np.where(rows.alive, np.clip(left, 0, drafts.ids.shape[1]), 0)
             current = survival(np.asarray(drafts.confidence))
             offered = self.offer(current, stale, most, rows.alive).astype(np.int32)
@@ -92,7 +87,7 @@ class Speculation:
         return rows.tokens
 
 
-def measure_costs(model: "Model", batch: int, repeats: int) -> CostTable:
+def measure_costs(model: Steps, batch: int, repeats: int) -> CostTable:
     """Time verification of 1 .. K drafts a row, and drafting: median seconds of compiled programs on this machine."""
     if batch < 1 or repeats < 1:
         raise ValueError(f"batch, repeats: {batch}, {repeats} are not both at least 1")

@@ -254,8 +254,15 @@ class ImageInput:
     rows: Float[Array, "B T D"]
 
     def part(self, first: int, last: int) -> "ImageInput":
-        """Positions first .. last - 1, for a call with a part of the tokens."""
-        return ImageInput(self.mask[:, first:last], self.rows[:, first:last])
+        """Positions first .. last - 1, for a call with a part of the tokens; no image past the end."""
+        short = ((0, 0), (0, max(0, last - self.mask.shape[1])))
+        mask, rows = self.mask[:, first:last], self.rows[:, first:last]
+        return ImageInput(jnp.pad(mask, short), jnp.pad(rows, (*short, (0, 0))))
+
+    def take(self, place: Int32[Array, "B K"] | np.ndarray) -> "ImageInput":
+        """The positions `place` of each row."""
+        rows = jnp.take_along_axis(self.rows, jnp.asarray(place)[..., None], axis=1)
+        return ImageInput(jnp.take_along_axis(self.mask, jnp.asarray(place), axis=1), rows)
 
 
 def encode(

@@ -1,4 +1,4 @@
-"""`python -m parity golden DIR [DIR ...]`."""
+"""`python -m parity golden DIR [DIR ...]`, `python -m parity replay CKPT`."""
 
 import sys
 from collections.abc import Iterator
@@ -7,8 +7,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from dsv41_jax import Model
 from dsv41_jax.cli import fail
+from dsv41_jax.quant import NUMERICS
 from parity import golden as golden_directories
+from parity import replay as replays
 from parity.table import FAIL, Row, show
 from parity.units import compare_units
 
@@ -40,6 +43,19 @@ def golden(directories: tuple[Path, ...]) -> None:
             show(title, rows, console)
             bad |= any(row.verdict == FAIL for row in rows)
     sys.exit(1 if bad else 0)
+
+
+@app.command()
+@click.argument("ckpt")
+@click.option("--tokens", default="", help="comma-separated prompt lengths; default: 1/2, 1, 2, 3, 6 windows")
+@click.option("--prompts", default=16, show_default=True, help="random prompts of each length")
+@click.option("--numerics", default="float32", show_default=True, type=click.Choice(list(NUMERICS)))
+def replay(ckpt: str, tokens: str, prompts: int, numerics: str) -> None:
+    """Measure what Bounded Replay changes in the logits behind prompts of CKPT."""
+    model = Model.from_pretrained(ckpt, numerics=numerics)
+    window = model.config.sliding_window
+    lengths = [int(n) for n in tokens.split(",")] if tokens else [window // 2, *(k * window for k in (1, 2, 3, 6))]
+    replays.show(replays.measure(model, lengths, prompts), Console())
 
 
 if __name__ == "__main__":

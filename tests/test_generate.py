@@ -7,7 +7,7 @@ import pytest
 from conftest import small_config
 
 from dsv41_jax.cache import init_cache
-from dsv41_jax.generate import BUCKETS, Sampling, chunks, generate, nucleus, sample
+from dsv41_jax.generate import BUCKETS, Sampling, chunks, generate, nucleus, padded, pieces, prefill, sample
 from dsv41_jax.quant import numerics
 from dsv41_jax.rope import layer_frequencies
 
@@ -83,7 +83,7 @@ class Script:
         self.texts, self.vocabulary, self.calls = texts, vocabulary, []
         self.said = np.zeros(len(texts), int)
 
-    def __call__(self, tokens, cache, count, image=None):
+    def __call__(self, tokens, cache, count):
         self.calls.append((np.array(tokens), np.array(count)))
         logits = np.full((len(self.texts), self.vocabulary), -1.0, np.float32)
         for row, text in enumerate(self.texts):
@@ -94,7 +94,13 @@ class Script:
 def run_script(texts, prompts, limit, on_token=None):
     script = Script(texts)
     cache = init_cache(small_config(), len(texts), 16, numerics("float32"))
-    return generate(script, prompts, cache, PAD, Sampling(limit, EOS), on_token), script
+    lengths = np.array([len(prompt) for prompt in prompts])
+
+    def start():
+        parts = pieces(padded(prompts, PAD), lengths, PAD)
+        return prefill(lambda part, cache: script(part.tokens, cache, part.count), parts, lengths, cache)
+
+    return generate(script, start, len(prompts), PAD, Sampling(limit, EOS), on_token), script
 
 
 def test_eos_stops_its_row_and_is_kept_while_others_go_on():

@@ -321,9 +321,9 @@ WINDOW = 16
 class Recorded(Model):
     """A model that generates by `step` in the two shapes that every test here uses, so that they compile once."""
 
-    def last_logits(self, tokens, cache, count, image=None):
-        logits, cache, _ = self.step(tokens, cache, count, TAPS)
-        return jnp.take_along_axis(logits, np.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0], cache
+    def last_logits(self, piece, cache):
+        logits, cache, _ = self.step(piece.tokens, cache, piece.count, TAPS)
+        return jnp.take_along_axis(logits, np.maximum(piece.count - 1, 0)[:, None, None], axis=1)[:, 0], cache
 
     def run(self, lengths):
         """([logits and taps of each call], cache) of TOKENS in chunks of 16, `lengths` of each row live."""

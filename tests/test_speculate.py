@@ -26,7 +26,8 @@ ONES = np.ones(B, np.int32)
 
 def feed(model, tokens, cache, count=ONES):
     """(logits behind each row's last token, cache)."""
-    logits, cache = model.last_logits(np.asarray(tokens, np.int32), cache, count.astype(np.int32))
+    (piece,) = model.pieces(np.asarray(tokens, np.int32), count.astype(np.int32), cache)
+    logits, cache = model.last_logits(piece, cache)
     return np.asarray(logits), cache
 
 
