@@ -1,22 +1,22 @@
-"""The released checkpoint: a reader of safetensors files, their check against a config, and the load.
+"""The released checkpoint: a reader of safetensors files, and their check against a config.
 
 A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data. The
 safetensors package cannot hand E4M3, E8M0 or packed FP4 to JAX, so headers are parsed and bytes mapped here. What a
 checkpoint must hold follows from the parameter tree of `model.Transformer`: a parameter's path is its name; the E
-experts of a layer are stored one by one. Engram tables are the one part that no device gets.
+experts of a layer are stored one by one. Engram tables are no parameters: `engram` says where they can lie.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -48,7 +48,7 @@ Progress = Callable[[int, int, str], None]
 class CheckpointError(ValueError):
     """A checkpoint cannot be used; one line that lists every problem found."""
 
-    def __init__(self, where: Path, problems: list[str]):
+    def __init__(self, where: Path | str, problems: list[str]):
         self.problems = tuple(problems)
         noun = "problem" if len(problems) == 1 else "problems"
         super().__init__(f"{where}: {len(problems)} {noun}: {'; '.join(problems)}")
@@ -92,8 +92,9 @@ def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInf
     return TensorInfo(dtype, shape, file, data + start, data + stop)
 
 
-def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """The tensors of one safetensors file, and every problem of its header. Reads no data."""
+def read_header(file: Path, *, headers_only: bool = False) -> tuple[dict[str, TensorInfo], list[str]]:
+    """The tensors of one safetensors file, and every problem of its header. Reads no data; with `headers_only` the file
+    need not hold any."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -109,7 +110,8 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     if not isinstance(header, dict):
         return {}, [f"{file.name}: unreadable header (not a JSON object)"]
     header.pop("__metadata__", None)
-    checked = {name: _entry(file, name, entry, 8 + length, size) for name, entry in header.items()}
+    held = 1 << 62 if headers_only else size
+    checked = {name: _entry(file, name, entry, 8 + length, held) for name, entry in header.items()}
     problems = [entry for entry in checked.values() if isinstance(entry, str)]
     tensors = {name: entry for name, entry in checked.items() if isinstance(entry, TensorInfo)}
     end, last = 8 + length, "the header"
@@ -120,7 +122,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], list[str]]:
             problems.append(f"{name}: {info.start - end} bytes before it in {file.name} belong to no tensor")
         if info.stop > end:
             end, last = info.stop, name
-    if not problems and end < size:
+    if not problems and end < size and not headers_only:
         problems.append(f"{file.name}: {size - end} bytes at the end belong to no tensor")
     return tensors, problems
 
@@ -135,7 +137,8 @@ class Expected:
     expert: int | None = None
 
 
-def _table_names(layer: int) -> tuple[str, str]:
+def table_names(layer: int) -> tuple[str, str]:
+    """The two tensors of a layer's Engram table."""
     return f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"
 
 
@@ -153,7 +156,7 @@ def expected_tensors(cfg: Config, params: Transformer | None = None) -> dict[str
             name = ".".join(map(str, (*path[:at], expert, *path[at:])))
             expected[name] = Expected(dtype, shape[1:], path, expert)
     for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
-        weight, scale = _table_names(layer)
+        weight, scale = table_names(layer)
         expected[weight] = Expected("F8_E4M3", (rows, cfg.engram_head_dim), None)
         expected[scale] = Expected("F8_E8M0", (rows, cfg.engram_head_dim // 32), None)
     return expected
@@ -167,8 +170,9 @@ class Checkpoint:
     ('I8', (288, 96))
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, headers_only: bool = False):
         self.path = locate(path)
+        self._headers_only = headers_only  # the files may end behind their headers
         self.config = Config.from_pretrained(self.path)
         self.placed: dict[str, str] = {}  # the shard of each tensor, where an index gives it
         self.unread: set[str] = set()  # tensors that an index places where they cannot be read
@@ -180,7 +184,7 @@ class Checkpoint:
         if not index.exists():
             if not single.exists():
                 return {}, [f"neither {single.name} nor {index.name} is there"]
-            return read_header(single)
+            return read_header(single, headers_only=self._headers_only)
         try:
             document = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
             placed = dict(document["weight_map"])
@@ -198,7 +202,7 @@ class Checkpoint:
         tensors: dict[str, TensorInfo] = {}
         problems = []
         for file in files:
-            found, wrong = read_header(self.path / file)
+            found, wrong = read_header(self.path / file, headers_only=self._headers_only)
             problems += wrong
             if wrong and not found:
                 self.unread |= {name for name, where in placed.items() if where == file}
@@ -261,47 +265,36 @@ class Checkpoint:
 
     def tables(self) -> tuple[Table, ...]:
         """The Engram tables, memory-mapped: a lookup touches only the pages of its rows."""
-        names = (_table_names(layer) for layer in self.config.engram_layer_ids)
+        names = (table_names(layer) for layer in self.config.engram_layer_ids)
         return tuple(
             Table(self.read(weight).view(np.uint8), self.read(scale).view(np.uint8)) for weight, scale in names
         )
 
 
 def locate(path: str | Path) -> Path:
-    """The directory of a checkpoint; the name `tiny` is the one that the package carries."""
+    """The directory of a checkpoint: itself, that of the bundled one, `tiny`, or for `hf://owner/name[@revision]` the
+    hub's cache, downloaded as far as it is not there. Raises CheckpointError."""
+    if isinstance(path, str) and path.startswith("hf:"):
+        return _download(path)
     directory = Path(__file__).parent / "data" / "tiny" if path == "tiny" else Path(path)
     if not directory.is_dir():
         raise CheckpointError(directory, ["is not a directory (nor the bundled checkpoint's name, 'tiny')"])
     return directory
 
 
-def _values(checkpoint: Checkpoint, expected: dict[str, Expected]) -> Iterator[tuple[tuple[Any, ...], str, np.ndarray]]:
-    """(path, last name, host array) of every parameter; the experts of a matrix stacked."""
-    names: dict[tuple[Any, ...], list[str]] = {}
-    for name, wanted in expected.items():
-        if wanted.path is not None:
-            names.setdefault(wanted.path, []).append(name)
-    for path, parts in names.items():
-        arrays = [checkpoint.read(name) for name in parts]
-        for name, array in zip(parts, arrays, strict=True):
-            if array.dtype == DTYPES["F8_E8M0"] and (array.view(np.uint8) == 255).any():
-                raise CheckpointError(checkpoint.path, [f"{name}: holds E8M0 byte 255, which is NaN"])
-        array = arrays[0] if expected[parts[0]].expert is None else np.stack(arrays)
-        yield path, parts[-1], array.view(np.uint8) if array.dtype == np.int8 else array
+def _download(name: str) -> Path:
+    """A snapshot of a Hugging Face repository: its JSON and safetensors files."""
+    found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name)
+    if found is None:
+        raise CheckpointError(name, ["is not of the form hf://owner/name or hf://owner/name@revision"])
+    try:
+        from huggingface_hub import snapshot_download  # only these names need its imports
+
+        directory = snapshot_download(found[1], revision=found[2], allow_patterns=["*.json", "*.safetensors"])
+    except Exception as error:  # the library raises its own, those of its HTTP client and of the system
+        raise CheckpointError(name, [f"cannot be downloaded ({type(error).__name__}: {_line(error)})"]) from None
+    return Path(directory)
 
 
-def load(checkpoint: Checkpoint, *, on_progress: Progress | None = None) -> Transformer:
-    """The parameters on the default device, as stored: what is quantized stays quantized.
-
-    Every header is checked before anything is allocated; a scale that is NaN is found when it is read.
-    `on_progress(done, total, name)` is called per parameter.
-    """
-    abstract = abstract_parameters(checkpoint.config)
-    expected = checkpoint.check(abstract)
-    graph, state = nnx.split(abstract)
-    flat = dict(nnx.to_flat_state(state))
-    for done, (path, name, array) in enumerate(_values(checkpoint, expected), 1):
-        flat[path] = flat[path].replace(jax.device_put(np.array(array)))
-        if on_progress is not None:
-            on_progress(done, len(flat), name)
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,8 +1,6 @@
 """`dsv41`: look at a checkpoint, generate from it, write its logits. Results on stdout, progress on stderr."""
 
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,40 +11,64 @@ from zipfile import BadZipFile
 import click
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from tokenizers.decoders import DecodeStream
 
-from dsv41_jax.checkpoint import Checkpoint, Expected, locate
+from dsv41_jax import atomic
+from dsv41_jax.checkpoint import Checkpoint, Expected, expected_tensors, locate
 from dsv41_jax.config import Config
-from dsv41_jax.inventory import active, misplaced, totals
+from dsv41_jax.context import measure_context, with_positions
+from dsv41_jax.convert import FORMATS
+from dsv41_jax.convert import convert as convert_checkpoint
+from dsv41_jax.engram import PLACEMENTS
+from dsv41_jax.inventory import active, device_bytes, misplaced, table_bytes, totals
+from dsv41_jax.model import abstract_parameters
 from dsv41_jax.pretrained import Model
 from dsv41_jax.quant import NUMERICS
 from dsv41_jax.schedule import CostTable
+from dsv41_jax.sharding import parse as parse_mesh
 from dsv41_jax.speculate import measure_costs
 
 STDERR = Console(stderr=True)
+prefill_option = click.option(
+    "--prefill",
+    default="full",
+    show_default=True,
+    type=click.Choice(["full", "replay"]),
+    help="replay: an approximation that runs the upper layers on the end of the prompt alone",
+)
 numerics_option = click.option(
     "--numerics", default="reference", show_default=True, type=click.Choice(list(NUMERICS)), help="arithmetic by name"
 )
 
 
-def load_model(path: str, numerics: str) -> Model:
-    """`Model.from_pretrained` behind a progress bar."""
-    columns = (
-        TextColumn("loading"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[name]}"),
-    )
+@contextmanager
+def progress(what: str, counter: ProgressColumn) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, advanced by what it is given: done, total, the name of the newest."""
+    columns = (TextColumn(what), BarColumn(), counter, TimeElapsedColumn(), TextColumn("{task.fields[name]}"))
     with Progress(*columns, console=STDERR, transient=True) as bar:
         task = bar.add_task("", total=None, name="")
 
         def advance(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, name=name)
 
+        yield advance
+
+
+def load_model(path: str, numerics: str) -> Model:
+    """`Model.from_pretrained` behind a progress bar."""
+    with progress("loading", MofNCompleteColumn()) as advance:
         return Model.from_pretrained(path, numerics=numerics, on_progress=advance)
 
 
@@ -80,13 +102,23 @@ def app() -> None:
 
 @app.command()
 @click.argument("ckpt")
-def info(ckpt: str) -> None:
-    """Layer plan, parameters and bytes of CKPT, if all its tensors are there: from headers alone."""
-    checkpoint = Checkpoint(ckpt)
-    cfg, console = checkpoint.config, Console()
-    expected = checkpoint.check()
+@click.option("--mesh", "mesh_text", help="bytes on each device of a mesh, e.g. data=1,expert=8; it need not exist")
+def info(ckpt: str, mesh_text: str | None) -> None:
+    """Layer plan, parameters and bytes of CKPT, if all its tensors are there: from headers alone, so files may end
+    behind them. `flash` is the released config, without any files."""
+    mesh = None if mesh_text is None else parse_mesh(mesh_text)
+    console = Console()
+    if ckpt == "flash":
+        cfg = Config.flash()
+        expected = expected_tensors(cfg)
+    else:
+        checkpoint = Checkpoint(ckpt, headers_only=True)
+        cfg, expected = checkpoint.config, checkpoint.check()
+    shares = None if mesh is None else device_table(cfg, mesh)
     console.print(plan_table(cfg))
     console.print(parts_table(expected))
+    if shares is not None:
+        console.print(shares)
     decode, prefill = active(expected, cfg)
     print(f"\nparameters that a generated token uses: {decode:,}; a prompt token: {prefill:,}")
     if cfg.unknown_keys:
@@ -105,6 +137,23 @@ def parts_table(expected: dict[str, Expected]) -> Table:
     return table
 
 
+def device_table(cfg: Config, mesh: AbstractMesh) -> Table:
+    """Bytes on each device of a mesh: the parameters by part, then the Engram tables for each of their places."""
+    sizes = device_bytes(abstract_parameters(cfg), mesh)
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    table = Table(box=None, pad_edge=False, title=f"\nOn each of {mesh.size} devices ({axes})", title_justify="left")
+    table.add_column("part")
+    table.add_column("bytes", justify="right")
+    for part, size in sizes.most_common():
+        table.add_row(part, f"{size:,}")
+    table.add_row("all parameters", f"{sizes.total():,}")
+    for placement in PLACEMENTS if cfg.engram_layer_ids else ():
+        device, host = table_bytes(cfg, placement, mesh.size)
+        on_host = f", and {host:,} in host memory" if host else ""
+        table.add_row(f"engram tables, {placement!r}", f"{device:,}{on_host}")
+    return table
+
+
 @app.command()
 @click.argument("ckpt")
 def verify(ckpt: str) -> None:
@@ -119,6 +168,18 @@ def verify(ckpt: str) -> None:
 
 
 @app.command()
+@click.argument("src")
+@click.argument("dst")
+@click.option("--to", type=click.Choice(FORMATS), help="default: the layout that SRC is not in")
+@click.option("--overwrite", is_flag=True, help="replace the checkpoint DST once the new one is complete")
+def convert(src: str, dst: str, to: str | None, overwrite: bool) -> None:
+    """Write checkpoint SRC as DST: from the released layout to Orbax, or from Orbax back, byte for byte."""
+    with progress("converting", DownloadColumn()) as advance:
+        convert_checkpoint(src, dst, to, overwrite=overwrite, on_progress=advance)
+    STDERR.print(f"{dst}: complete")
+
+
+@app.command()
 @click.argument("ckpt")
 @click.option("--prompt", required=True, help="text, taken as it is behind a BOS")
 @click.option("--max-new-tokens", default=64, show_default=True)
@@ -127,6 +188,7 @@ def verify(ckpt: str) -> None:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--draft", is_flag=True, help="let the drafter guess ahead; the output keeps its distribution")
 @click.option("--cost", type=click.Path(path_type=Path), help="cost table of `dsv41 profile`: verify what pays")
+@prefill_option
 @numerics_option
 def generate(ckpt: str, prompt: str, numerics: str, cost: Path | None, **sampling: Any) -> None:
     """Continue a text, streaming it to stdout."""
@@ -147,6 +209,7 @@ def generate(ckpt: str, prompt: str, numerics: str, cost: Path | None, **samplin
 @click.option("--temperature", type=float, help="default: what DeepSeek's encoder resolves")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--draft", is_flag=True, help="let the drafter guess ahead")
+@prefill_option
 @numerics_option
 def chat(
     ckpt: str,
@@ -196,6 +259,28 @@ def profile(ckpt: str, batch: int, repeats: int, out: Path, numerics: str) -> No
         rows.add_row(str(tokens), f"{1e3 * seconds:.2f}")
     rows.add_row("drafting", f"{1e3 * table.draft:.2f}")
     Console().print(rows)
+
+
+@app.command()
+@click.argument("ckpt")
+@click.option(
+    "--tokens", default="1024,8192,65536", show_default=True, help="comma-separated lengths, short ones first"
+)
+@click.option("--decode", default=64, show_default=True, help="tokens decoded behind each")
+@numerics_option
+def context(ckpt: str, tokens: str, decode: int, numerics: str) -> None:
+    """Measure time a token and peak memory at lengths of context, past the config's limit too."""
+    lengths = [int(length) for length in tokens.split(",")]
+    model = with_positions(load_model(ckpt, numerics), max(lengths) + decode)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("tokens", "prefill s", "ms a token", "decode ms a token", "global cache", "peak memory so far"):
+        table.add_column(heading, justify="right")
+    for length in lengths:
+        with waiting(f"{length} tokens"):
+            cost = measure_context(model, length, decode)
+        times = (f"{cost.prefill:.1f}", f"{1e3 * cost.prefill / length:.2f}", f"{1e3 * cost.decode:.1f}")
+        table.add_row(str(length), *times, f"{cost.cache / 1e6:.2f} MB", f"{cost.peak / 1e9:.2f} GB")
+    Console().print(table)
 
 
 def stream_text(
@@ -263,15 +348,9 @@ def to_host(value: jax.Array) -> np.ndarray:
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write under another name, then rename: a reader never sees half a file, and a failure leaves the old one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.savez(stream, **arrays)  # type: ignore[arg-type]
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Whole or not at all: a reader never sees half a file, and a failure leaves the old one."""
+    with atomic.file(path) as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
 
 
 @app.command()

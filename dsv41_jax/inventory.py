@@ -8,8 +8,12 @@ import math
 import re
 from collections import Counter
 
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
 from dsv41_jax.checkpoint import DTYPES, Expected
 from dsv41_jax.config import Config
+from dsv41_jax.sharding import placements
 
 
 def part_of(name: str) -> str:
@@ -49,6 +53,25 @@ def totals(expected: dict[str, Expected]) -> tuple[Counter[str], Counter[str]]:
         counts[part_of(name)] += parameters(tensor, name)
         sizes[part_of(name)] += nbytes(tensor)
     return counts, sizes
+
+
+def device_bytes(params: nnx.Module, mesh: Mesh | AbstractMesh) -> Counter[str]:
+    """Bytes of each part's parameters on one device of a mesh, which needs no devices; Engram tables come on top.
+    Raises ValueError when something does not divide."""
+    sizes = Counter[str]()
+    where = placements(params, mesh)
+    for path, leaf in nnx.to_flat_state(nnx.state(params)):
+        share = math.prod(where[path].shard_shape(leaf.shape))
+        sizes[part_of(".".join(map(str, path)))] += share * leaf.dtype.itemsize
+    return sizes
+
+
+def table_bytes(cfg: Config, placement: str, devices: int) -> tuple[int, int]:
+    """Bytes of the Engram tables (on each device, in host memory): a row is its values and a scale for every 32."""
+    row = cfg.engram_head_dim + cfg.engram_head_dim // 32
+    whole = sum(cfg.engram_num_embeddings) * row
+    share = sum(-(-rows // devices) for rows in cfg.engram_num_embeddings) * row
+    return {"mmap": (0, 0), "host": (0, whole), "device": (whole, 0), "sharded": (share, 0)}[placement]
 
 
 def active(expected: dict[str, Expected], cfg: Config) -> tuple[int, int]:
@@ -94,13 +117,18 @@ def shard_of(name: str, cfg: Config) -> int:
     return 3 + number
 
 
+def shard_file(name: str, cfg: Config) -> str:
+    """The file of a tensor in the released placement."""
+    count = 3 + cfg.num_hidden_layers + cfg.num_nextn_predict_layers + len(cfg.engram_layer_ids)
+    return f"model-{shard_of(name, cfg):05d}-of-{count:05d}.safetensors"
+
+
 def misplaced(placed: dict[str, str], cfg: Config) -> list[str]:
     """Tensors of a sharded checkpoint that stand in another shard than in the released placement. A single file has no
     placement."""
     if len(set(placed.values())) < 2:
         return []
-    count = 3 + cfg.num_hidden_layers + cfg.num_nextn_predict_layers + len(cfg.engram_layer_ids)
-    wanted = {name: f"model-{shard_of(name, cfg):05d}-of-{count:05d}.safetensors" for name in placed}
+    wanted = {name: shard_file(name, cfg) for name in placed}
     return [
         f"{name}: stands in {file}, the released placement is {wanted[name]}"
         for name, file in placed.items()

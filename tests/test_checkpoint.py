@@ -21,7 +21,8 @@ from conftest import GOLDEN
 from flax import nnx
 
 from dsv41_jax import Checkpoint, CheckpointError, Config, ConfigError
-from dsv41_jax.checkpoint import Expected, expected_tensors, load
+from dsv41_jax.checkpoint import Expected, expected_tensors
+from dsv41_jax.loading import load
 from dsv41_jax.model import Transformer, abstract_parameters, parameter_count
 from pallas_kernels.formats import dequantize_fp4, dequantize_fp8
 

@@ -1,6 +1,8 @@
 """The command line: what it prints, where errors go, and that files appear whole or not at all."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from dsv41_jax import cli
+from dsv41_jax import Config, cli
 
 TINY = ROOT / "dsv41_jax/data/tiny"
 
@@ -45,6 +47,32 @@ def test_info_prints_the_plan_and_the_counts_of_the_headers(capsys):
     assert f"{(434 + 606) * 32:,}" in out
 
 
+def test_info_counts_the_bytes_of_each_device_of_a_mesh_that_is_not_there(capsys):
+    assert run("info", "tiny", "--mesh", "data=9,expert=2") == 0
+    rows = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)", capsys.readouterr().out.split("On each of 18 devices")[1], re.M))
+    experts = 8 * 6 * 3 * 96 * 32 // 2 * 17 // 16  # layers, experts, matrices; two in a byte and a scale for 32
+    assert rows["routed experts"] == f"{experts // 2:,}"
+    assert rows["engram tables, 'sharded'"] == f"{(25 + 34) * 33:,}"  # 434 and 606 rows, over 18 and rounded up
+    assert (rows["engram tables, 'mmap'"], rows["engram tables, 'device'"]) == ("0", f"{(434 + 606) * 33:,}")
+
+
+def test_info_of_the_released_config_needs_no_files(monkeypatch, capsys):
+    monkeypatch.setattr(Config, "flash", Config.tiny)  # which is small; the released counts stand in test_inventory
+    monkeypatch.setattr(cli, "Checkpoint", lambda *_, **__: pytest.fail("a checkpoint was opened"))
+    assert run("info", "flash") == 0
+    assert f"{2346349:,}" in capsys.readouterr().out
+
+
+def test_info_needs_no_data_behind_the_headers(tmp_path, capsys):
+    shutil.copy(TINY / "config.json", tmp_path)
+    raw = (TINY / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(raw[: 8 + int.from_bytes(raw[:8], "little")])
+    assert run("info", str(tmp_path)) == 0
+    assert f"{2346349:,}" in capsys.readouterr().out
+    assert run("verify", str(tmp_path)) == 1  # which does need them
+    assert "705 deviations" in capsys.readouterr().out
+
+
 def test_logits_file_holds_the_models_logits_and_taps(tokens, tmp_path, tiny):
     out = tmp_path / "out.npz"
     taps = "layers.3.index_topk,layers.0.out"
@@ -78,6 +106,10 @@ def test_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         (["nonsense"], "nonsense"),
         (["info", "/no/such/dir"], "/no/such/dir"),
         (["info", "tiny", "--colour"], "--colour"),
+        (["info", "tiny", "--mesh", "expert=5"], "axis 'experts' of 6 does not divide over mesh axis 'expert' of 5"),
+        (["info", "tiny", "--mesh", "expert"], "mesh: 'expert' is not NAME=SIZE"),
+        (["info", "tiny", "--mesh", "tensor=2"], "mesh: axis 'tensor' is not one of"),
+        (["info", "hf://nonsense"], "is not of the form hf://owner/name"),
         (["generate", "tiny"], "--prompt"),
         (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "many"], "many"),
         (["generate", "tiny", "--prompt", "a", "--numerics", "float16"], "float16"),

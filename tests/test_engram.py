@@ -1,6 +1,8 @@
 """Engram: layout, hashes and token map against the published numbers, rows and gates against the formulas."""
 
 import re
+import shutil
+import threading
 import tracemalloc
 import unicodedata
 
@@ -12,7 +14,8 @@ from conftest import GOLDEN, random_memory, small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from dsv41_jax import Checkpoint, Config, ConfigError, engram
+from dsv41_jax import Checkpoint, Config, ConfigError, engram, generate
+from dsv41_jax.loading import load_tables
 from dsv41_jax.quant import numerics
 
 # "Hello world, this is Engram.", position 0: token 19923 after nothing
@@ -288,6 +291,78 @@ def test_only_the_rows_of_a_call_are_read_and_a_row_takes_264_bytes(tmp_path):  
     assert rows.weight[0, 0, 0].nbytes + rows.scale[0, 0, 0].nbytes == 264
     np.testing.assert_array_equal(rows.weight[0, 0], np.tile(np.arange(24)[:, None], (1, 256)))
     np.testing.assert_array_equal(rows.scale[0, 0], np.tile(np.arange(24)[:, None] + 100, (1, 8)))
+
+
+def test_last_rows_of_a_released_table_are_found_where_they_lie_in_the_file(tmp_path):  # pitfall 60
+    table = np.memmap(tmp_path / "weight", np.uint8, "w+", shape=(384_006_168, 256))
+    scale = np.memmap(tmp_path / "scale", np.uint8, "w+", shape=(384_006_168, 8))
+    for path, width in (("weight", 256), ("scale", 8)):  # written by byte position: 384 million rows of so many bytes
+        with (tmp_path / path).open("r+b") as file:
+            for row, value in ((383_999_999, 7), (384_006_167, 9)):
+                file.seek(row * width)
+                file.write(bytes([value]) * width)
+    at = np.array([[384_006_167, 383_999_999], [383_999_998, 0]])
+    for found, width in zip(engram.Table(table, scale).read(at), (256, 8), strict=True):
+        np.testing.assert_array_equal(found, np.broadcast_to(np.array([[9, 7], [0, 0]])[..., None], (2, 2, width)))
+
+
+def test_piece_of_a_table_answers_for_its_own_rows_alone():  # pitfall 54
+    piece = jnp.asarray(np.arange(200, 400, 2, dtype=np.int32)[:, None].astype(np.uint8))  # rows 100..199
+    found = engram.own_rows(piece, jnp.array([99, 100, 199, 200, 0, 2**31 - 1], jnp.int32), 100)
+    assert found[:, 0].tolist() == [0, 200, 398 - 256, 0, 0, 0]
+
+
+PLACES = {"mmap": None, "host": None, "device": None, "device on a mesh": (4, 1), "sharded": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """The bundled checkpoint with a NaN scale in row 431 of the 434 of its first table."""
+    directory = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(GOLDEN["tiny-full"], directory, dirs_exist_ok=True)
+    checkpoint = Checkpoint(directory)
+    info = checkpoint.tensors["layers.1.engram.embed.scale"]
+    with info.file.open("r+b") as file:
+        file.seek(info.stop - 3)  # a scale a row
+        file.write(b"\xff")
+    return Checkpoint(directory)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_place_gives_the_rows_of_the_file_and_refuses_a_nan_scale_by_its_row(place, damaged):  # pitfall 128
+    over = None if PLACES[place] is None else jax.make_mesh(PLACES[place], ("data", "expert"))
+    tables = load_tables(damaged, place.split()[0], over)
+    rng = np.random.default_rng(8)
+    for layer, rows, table in zip((1, 4), (434, 606), tables, strict=True):
+        near = [0, 108, 109, 151, 152, 216, 217, 303, 304, 325, 326, rows - 2, rows - 1]  # where pieces of four meet
+        at = np.concatenate([rng.integers(0, 430, 20), near])
+        for found, part in zip(table.read(at.reshape(3, 11)), ("weight", "scale"), strict=True):
+            raw = damaged.read(f"layers.{layer}.engram.embed.{part}").view(np.uint8)
+            np.testing.assert_array_equal(found, raw[at].reshape(3, 11, -1))
+    with pytest.raises(ValueError, match=r"^Engram table: row 431 has a scale of E8M0 byte 255"):
+        tables[0].read(np.array([[5, 431]]))
+    np.testing.assert_array_equal(
+        tables[1].read(np.array([605]))[0], damaged.read("layers.4.engram.embed.weight")[[605]].view(np.uint8)
+    )
+    memory = engram.Memory(Config.tiny(), np.zeros(288, np.int32), tables)
+    assert memory.on_host == (place in ("mmap", "host"))
+    names = [f"layers.{layer}.engram.embed.{part}" for layer in (1, 4) for part in ("weight", "scale")]
+    for found, name in zip(memory.sample(3)[-4:], names, strict=True):
+        raw = damaged.read(name).view(np.uint8)
+        np.testing.assert_array_equal(found, raw[[0, (len(raw) - 1) // 2, len(raw) - 1]])
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_are_read_in_a_thread_beside_the_steps_only_where_that_is_asked_for(ahead):
+    readers = []
+
+    def read(tokens: np.ndarray, *_: object) -> None:
+        readers.append((threading.get_ident() == threading.main_thread().ident, tokens.shape))
+
+    tokens = np.ones((1, 1100), np.int32)
+    parts = list(generate.pieces(tokens, np.array([1100]), 2, None, read, ahead=ahead))
+    assert readers == [(not ahead, part.tokens.shape) for part in parts]
+    assert len(parts) == 3
 
 
 def gate(x: object, key: object, q: object, k: object = 1.0) -> np.ndarray:
