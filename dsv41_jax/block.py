@@ -111,7 +111,7 @@ class Block(nnx.Module):
         """(streams, the mix that the next site collapses them with, what stands published, new cache, taps). `rows`
         are what its Engram reads; None: it has none, or the streams hold its memory already."""
         taps: dict[str, Array] = {}
-        if rows is not None:
+        if self.engram is not None and rows is not None:
             x, taps = self.engram(x, rows, image, num)
         if self.plan.draft_feature:
             taps["draft_feature"] = cast(jnp.mean(x.astype(jnp.float32), axis=-2), num.dtype)
@@ -135,7 +135,7 @@ class Block(nnx.Module):
         image: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T M D"], LayerCache]:
         """Only what a Full layer leaves for the layers above it: (streams with its memory, cache with new entries)."""
-        if rows is not None:
+        if self.engram is not None and rows is not None:
             x, _ = self.engram(x, rows, image, num)
         cache, _ = self.attn.compress(self.attention_input(x, mix, num), cache, span, num)
         return x, cache

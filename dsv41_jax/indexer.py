@@ -15,7 +15,7 @@ tile at a time: the selection keeps a running best, exact whatever the tile.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from dsv41_jax.cache import Span
 from dsv41_jax.config import Config, LayerPlan
@@ -24,66 +24,12 @@ from dsv41_jax.norm import RMSNorm
 from dsv41_jax.quant import Numerics
 from dsv41_jax.rope import layer_frequencies, rotate
 from pallas_kernels.formats import cast
-from pallas_kernels.indexer import index_scores
-from pallas_kernels.topk import finish, merge, start, topk
-
-TILE = 2048  # entries scored at a time; a working set, not a limit
+from pallas_kernels.indexer import select
 
 
 def visible_entries(span: Span, ratio: int) -> Int32[Array, "B T"]:
     """Entries whose group is complete at each query: (t + 1) // ratio."""
     return (span.positions + 1) // ratio
-
-
-def mask_scores(
-    scores: Float32[Array, "B T S"], entries: Int32[Array, "B #T S"], visible: Int32[Array, "B T"]
-) -> Float32[Array, "B T S"]:
-    """-inf for entries (ids, -1: none) that the query does not see, and for NaN: neither is ever selected."""
-    seen = (entries >= 0) & (entries < visible[..., None])
-    return jnp.where(seen & ~jnp.isnan(scores), scores, -jnp.inf)
-
-
-def block_scores(
-    scores: Float32[Array, "B T S"], number: Int32[Array, "B T K"], visible: Int32[Array, "B T"], size: int
-) -> Float32[Array, "B T K"]:
-    """Best masked score of each block of `size` entries; +inf for the one that holds the newest visible entry."""
-    best = scores.reshape(*number.shape, size).max(axis=-1)
-    newest = (visible - 1) // size  # -1 where nothing is visible: pins no block
-    return jnp.where(number == newest[..., None], jnp.inf, best)
-
-
-def candidate_blocks(
-    scores: Float32[Array, "B T S"], visible: Int32[Array, "B T"], *, blocks: int, size: int, backend: str = "xla"
-) -> Int32[Array, "B T K"]:
-    """The `blocks` best blocks of `size` entries per query by their best score; the newest visible entry's is pinned.
-
-    `scores` are masked. Ids ascend, -1 fills: a block without a visible entry is never a candidate.
-    """
-    short = -scores.shape[-1] % size
-    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
-    count = padded.shape[-1] // size
-    number = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*scores.shape[:2], count))
-    return topk(block_scores(padded, number, visible, size), blocks, backend=backend)
-
-
-def pool_entries(blocks: Int32[Array, "B T K"], size: int) -> Int32[Array, "B T P"]:
-    """Entry ids of candidate blocks, ascending; -1 for those of missing blocks."""
-    entries = blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)
-    return jnp.where(blocks[..., None] < 0, -1, entries).reshape(*blocks.shape[:2], -1)
-
-
-def entries_in_tiles(blocks: Int32[Array, "B T K"], size: int, tile: int) -> Int32[Array, "B T P"]:
-    """`pool_entries`, filled with -1 to whole tiles."""
-    entries = pool_entries(blocks, size)
-    return jnp.pad(entries, ((0, 0), (0, 0), (0, -entries.shape[-1] % tile)), constant_values=-1)
-
-
-def pool_mask(blocks: Int32[Array, "B T K"], size: int, entries: int) -> Bool[Array, "B T S"]:
-    """Which of `entries` entries belong to candidate blocks."""
-    count = -(-entries // size)
-    slot = jnp.where(blocks < 0, count, blocks)
-    mark = jax.vmap(jax.vmap(lambda s: jnp.zeros(count + 1, bool).at[s].set(True)))(slot)
-    return jnp.repeat(mark[..., :count], size, axis=-1)[..., :entries]
 
 
 class Indexer(nnx.Module):
@@ -121,59 +67,19 @@ class Indexer(nnx.Module):
         heads = self.weights_proj(x, num).astype(jnp.float32) * (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
         heads = cast(heads, num.dtype)
         visible = visible_entries(span, plan.ratio)
-        # Ids carry no gradient; without one to follow, the loop may end where the tokens do.
+        # Ids carry no gradient; without one to follow, the selection's loop may end where the tokens do.
         query, heads, keys = jax.lax.stop_gradient((query, heads, keys))
-        return self.select(query, heads, keys, blocks, visible, num)
-
-    def select(
-        self,
-        query: Float[Array, "B T I J"],
-        heads: Float[Array, "B T I"],
-        keys: Shaped[Array, "B S row"],
-        blocks: Int32[Array, "B T K"] | None,
-        visible: Int32[Array, "B T"],
-        num: Numerics,
-    ) -> tuple[Int32[Array, "B T C"], Int32[Array, "B T K"] | None]:
-        """Score tile by tile, keeping only a running best: memory does not grow with the entries, and time grows with
-        those that some query sees, not with the cache's capacity."""
-        cfg, plan = self.cfg, self.plan
-        lead, size, count = query.shape[:2], cfg.candidate_block_size, keys.shape[1]
-        pooled = plan.obeys_candidates and count > cfg.candidate_pool
-        total = cfg.candidate_pool if pooled else count
-        tile = size * max(1, min(TILE, total) // size)
-        tiles = -(-total // tile)
-        pool = entries_in_tiles(blocks, size, tile) if pooled else None
-        member = pool_mask(blocks, size, tiles * tile) if plan.obeys_candidates and not pooled else None
-
-        def score(i: Int32[Array, ""] | int) -> tuple[Float32[Array, "B T tile"], Int32[Array, "B T tile"]]:
-            if pool is not None:
-                entries = jax.lax.dynamic_slice_in_dim(pool, i * tile, tile, axis=2)
-                found = jax.vmap(lambda k, e: k[e])(keys, jnp.clip(entries, 0, count - 1))
-            else:
-                row = i * tile + jnp.arange(tile, dtype=jnp.int32)
-                found = keys[:, jnp.minimum(row, count - 1)][:, None]
-                entries = jnp.broadcast_to(jnp.where(row < count, row, -1), (*lead, tile))
-            scores = index_scores(query, num.index.unpack(found, num.dtype), heads, backend=num.backend)
-            scores = mask_scores(scores, entries, visible)
-            if member is not None:
-                scores = jnp.where(jax.lax.dynamic_slice_in_dim(member, i * tile, tile, axis=2), scores, -jnp.inf)
-            return scores, entries
-
-        def add(i: Int32[Array, ""] | int, kept: tuple) -> tuple:
-            scores, entries = score(i)
-            best = merge(kept[0], scores, entries, backend=num.backend)
-            if not plan.publishes_candidates:
-                return best, kept[1]
-            number = jnp.broadcast_to(
-                i * (tile // size) + jnp.arange(tile // size, dtype=jnp.int32), (*lead, tile // size)
-            )
-            return best, merge(kept[1], block_scores(scores, number, visible, size), number, backend=num.backend)
-
-        wanted = min(cfg.candidate_topk_blocks, -(-count // size)) if plan.publishes_candidates else 0
-        kept = (start(lead, cfg.index_topk), start(lead, wanted))
-        if tiles == 1:
-            kept = add(0, kept)
-        else:
-            seen = tiles if pooled else jnp.minimum(tiles, -(-visible.max() // tile))
-            kept = jax.lax.fori_loop(0, seen, add, kept)
-        return finish(kept[0]), finish(kept[1]) if plan.publishes_candidates else blocks
+        size = cfg.candidate_block_size
+        selected, found = select(
+            query,
+            keys,
+            heads,
+            visible,
+            blocks if plan.obeys_candidates else None,
+            count=cfg.index_topk,
+            candidates=min(cfg.candidate_topk_blocks, -(-keys.shape[1] // size)) if plan.publishes_candidates else 0,
+            size=size,
+            unpack=lambda rows: num.index.unpack(rows, num.dtype),
+            backend=num.backend,
+        )
+        return selected, found if plan.publishes_candidates else blocks

@@ -7,6 +7,7 @@ into a loop that carries the whole table and counts it as read: there a gather r
 """
 
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from dsv41_jax.attention import Published
 from dsv41_jax.cache import Span, init_cache
 from dsv41_jax.model import abstract_parameters
 from dsv41_jax.quant import numerics
+from pallas_kernels.indexer import select
 
 LENGTHS = (8192, 65536, 524288)
 NUM, CFG = numerics("fast"), small_config(max_position_embeddings=1 << 20)
@@ -30,7 +32,7 @@ SHAPE = jax.ShapeDtypeStruct
 def cost():
     """{(layer, length): (FLOPs, bytes)} of one token's attention in each layer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexer, "TILE", 1 << 30)
+        patch.setattr(indexer, "select", partial(select, tile=1 << 30))
         lengths = {plan.id: LENGTHS if plan.mode == "full" else LENGTHS[::2] for plan in CFG.layers}
         return {
             (layer, length): layer_cost(CFG.layers[layer], length) for layer in lengths for length in lengths[layer]
@@ -85,16 +87,14 @@ def test_sources_cost_a_constant_and_an_amount_a_token(cost, kind):
 
 def test_selection_takes_time_by_the_tokens_present_not_by_the_capacity():
     """The loop over tiles ends at the last visible entry: an almost empty cache of 64 times the size costs the same."""
-    layer = abstract_parameters(CFG).layers[3].attn.indexer
-    assert layer.plan.publishes_candidates
     query, heads = jnp.ones((1, 1, CFG.index_n_heads, CFG.index_head_dim)), jnp.ones((1, 1, CFG.index_n_heads))
-    select = jax.jit(lambda keys, visible: layer.select(query, heads, keys, None, visible, numerics("float32")))
+    run = jax.jit(lambda keys, visible: select(query, keys, heads, visible, count=CFG.index_topk, candidates=3, size=2))
 
     def seconds(capacity):
         keys, visible, taken = jnp.ones((1, capacity, CFG.index_head_dim)), jnp.full((1, 1), 5, jnp.int32), []
         for _ in range(22):
             begin = time.perf_counter()
-            jax.block_until_ready(select(keys, visible))
+            jax.block_until_ready(run(keys, visible))
             taken.append(time.perf_counter() - begin)
         return np.median(taken[2:])
 

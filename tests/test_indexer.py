@@ -10,10 +10,11 @@ from conftest import random_model, small_config
 
 from dsv41_jax.cache import Span
 from dsv41_jax.config import ConfigError
-from dsv41_jax.indexer import Indexer, candidate_blocks, mask_scores, pool_entries, pool_mask, visible_entries
+from dsv41_jax.indexer import Indexer, visible_entries
 from dsv41_jax.quant import numerics
 from dsv41_jax.rope import layer_frequencies
 from pallas_kernels.indexer import index_scores
+from pallas_kernels.indexer.reference import candidate_blocks, mask_scores, pool_entries, pool_mask
 from pallas_kernels.topk import topk
 
 CFG = small_config()  # pool: 3 blocks of 2 entries; 4 selected

@@ -141,7 +141,7 @@ def test_files_are_closed_after_a_load_and_after_an_error(directory):
     os.truncate(directory / FILE, (directory / FILE).stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"1 problem: [\w.]+: model\.safetensors ends before its data$"):
         load(checkpoint)
-    still = [link for link in Path("/proc/self/fd").iterdir() if link.exists() and link.resolve().name == FILE]
+    still = [link for link in Path("/proc/self/fd").iterdir() if link.exists() and link.resolve() == directory / FILE]
     assert still == []
 
 

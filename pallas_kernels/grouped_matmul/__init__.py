@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import require_xla
 from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.target import use_kernel
 
 __all__ = ["experts", "swiglu"]
 
@@ -33,7 +33,12 @@ def experts(
     w1 and w3 are (packed uint8 [E, F, D/2], E8M0 scales [E, F, D/32]), w2 (uint8 [E, D, F/2], [E, D, F/32]). Ids of a
     token differ from each other. `round_input` is the activation quantizer that stands before each matmul; with
     bfloat16 x each matmul's result is rounded to bfloat16, the products between them stay float32, as released. The
-    sum over experts runs in ascending position a, so that it does not depend on the other tokens of the batch.
+    sum over experts runs in ascending position a, so that it does not depend on the other tokens of the batch. The
+    kernel takes bfloat16 x, D in multiples of 512, F in multiples of 256, and the weights as they are; it raises on
+    others.
     """
-    require_xla("grouped_matmul.experts", backend)
+    if use_kernel("grouped_matmul.experts", backend, "mosaic"):
+        from pallas_kernels.grouped_matmul import kernel
+
+        return kernel.experts(x, ids, weights, w1, w2, w3, limit=limit, round_input=round_input)
     return reference.experts(x, ids, weights, w1, w2, w3, limit=limit, round_input=round_input)

@@ -1,12 +1,16 @@
 """Single-pass hyper-connections: coefficients, collapse and residual update of one site (paper 2.4.1)."""
 
+from functools import partial
+from typing import Any
+
 import jax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, BFloat16, Float, Float32
 
-from pallas_kernels import require_xla
-from pallas_kernels.mhc import reference
+from pallas_kernels.mhc import kernel, reference
+from pallas_kernels.mhc.kernel import prepare
+from pallas_kernels.target import use_kernel
 
-__all__ = ["coefficients", "collapse", "update"]
+__all__ = ["coefficients", "collapse", "prepare", "site", "update"]
 
 
 def coefficients(
@@ -18,22 +22,29 @@ def coefficients(
     iterations: int,
     eps: float,
     hc_eps: float,
+    prepared: BFloat16[Array, "halves hidden"] | None = None,
     backend: str = "xla",
 ) -> tuple[Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M M"]]:
     """(pre, post, comb) of a site from the residual streams X before it; `reference.py` has the equations.
 
     `fn` is [2M + M*M, M*D]. `pre` collapses the streams for the next site, `post` and `comb` update this one's.
-    Everything is float32, whatever X is. Source: paper 2.4.1; config keys hc_mult, hc_sinkhorn_iters, hc_eps.
+    Everything is float32, whatever X is. The kernel takes bfloat16 streams, and `prepared = prepare(fn)`, made here
+    without it. Source: paper 2.4.1; config keys hc_mult, hc_sinkhorn_iters, hc_eps.
     """
-    require_xla("mhc.coefficients", backend)
-    return reference.coefficients(x, fn, scale, base, iterations=iterations, eps=eps, hc_eps=hc_eps)
+    sizes = (iterations, eps, hc_eps)
+    if use_kernel("mhc.coefficients", backend):
+        return _coefficients(sizes, x, fn, scale, base, prepare(fn) if prepared is None else prepared)
+    return reference.coefficients(x, fn, scale, base, **_named(sizes))
 
 
 def collapse(
     x: Float[Array, "*lead M D"], pre: Float32[Array, "*lead M"], *, backend: str = "xla"
 ) -> Float32[jax.Array, "*lead D"]:
-    """sum_m pre[m] X[m], in float32: what a sublayer reads, before its norm."""
-    require_xla("mhc.collapse", backend)
+    """sum_m pre[m] X[m], in float32: what a sublayer reads, before its norm.
+
+    One fusion of XLA at the byte floor on either backend; with a sublayer's update before it, call `site`.
+    """
+    use_kernel("mhc.collapse", backend)
     return reference.collapse(x, pre)
 
 
@@ -45,6 +56,86 @@ def update(
     *,
     backend: str = "xla",
 ) -> Float32[jax.Array, "*lead M D"]:
-    """X'_j = post_j y + sum_i comb[i, j] X_i, in float32. comb's FIRST index is the source stream."""
-    require_xla("mhc.update", backend)
+    """X'_j = post_j y + sum_i comb[i, j] X_i, in float32. comb's FIRST index is the source stream.
+
+    One fusion of XLA at the byte floor on either backend; with the next sublayer's norm after it, call `site`.
+    """
+    use_kernel("mhc.update", backend)
     return reference.update(x, y, post, comb)
+
+
+def site(
+    x: Float[Array, "*lead M D"],
+    y: Float[Array, "*lead D"],
+    post: Float32[Array, "*lead M"],
+    comb: Float32[Array, "*lead M M"],
+    mix: Float32[Array, "*lead M"],
+    norm: Float[Array, " D"],
+    fn: Float32[Array, "coefficients hidden"],
+    scale: Float32[Array, "3"],
+    base: Float32[Array, " coefficients"],
+    *,
+    iterations: int,
+    eps: float,
+    hc_eps: float,
+    prepared: BFloat16[Array, "halves hidden"] | None = None,
+    backend: str = "xla",
+) -> tuple[
+    Float[jax.Array, "*lead M D"],
+    Float[jax.Array, "*lead D"],
+    Float32[jax.Array, "*lead M"],
+    Float32[jax.Array, "*lead M"],
+    Float32[jax.Array, "*lead M M"],
+]:
+    """(X', the next sublayer's input, and its site's pre, post, comb): all that stands between two sublayers.
+
+        X'   = update(X, y, post, comb)                       y, post, comb of the sublayer that just ran
+        read = rmsnorm(collapse(X', mix)) * norm              mix is that sublayer's own pre; norm the next one's weight
+        (pre, post, comb) = coefficients(X'; fn, scale, base) of the next sublayer's site
+
+    X' and the collapse are rounded to X's dtype before they are read, as in the model, and `site` equals `update`,
+    `collapse`, the norm and `coefficients` in turn. Where something changes the streams between two sublayers (Engram),
+    it does not apply. The kernel takes bfloat16 streams, y and norm, widths in multiples of 1024, and differentiates
+    by recomputing through the reference. Source: paper 2.4.1.
+    """
+    sizes = (iterations, eps, hc_eps)
+    if use_kernel("mhc.site", backend):
+        prepared = prepare(fn) if prepared is None else prepared
+        return _site(sizes, x, y, post, comb, mix, norm, fn, scale, base, prepared)
+    return reference.site(x, y, post, comb, mix, norm, fn, scale, base, **_named(sizes))
+
+
+Sizes = tuple[int, float, float]
+
+
+def _named(sizes: Sizes) -> dict[str, Any]:
+    return dict(zip(("iterations", "eps", "hc_eps"), sizes, strict=True))
+
+
+def _recomputed(run, plain):
+    """`run(sizes, *arrays, prepared)` with the gradient of `plain(*arrays)`, recomputed from the arrays."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def function(sizes, *arrays):
+        return run(sizes, *arrays)
+
+    def backward(sizes, arrays, cotangents):
+        *arrays, prepared = arrays
+        gradients = jax.vjp(lambda *a: plain(*a, **_named(sizes)), *arrays)[1](cotangents)
+        return *gradients, jax.numpy.zeros_like(prepared)
+
+    function.defvjp(lambda sizes, *arrays: (run(sizes, *arrays), arrays), backward)
+    return function
+
+
+def _run_site(sizes, *arrays, interpret=False, tile=None):
+    *given, _, scale, base, prepared = arrays
+    return kernel.site(*given, prepared, scale, base, **_named(sizes), interpret=interpret, tile=tile)
+
+
+def _run_coefficients(sizes, x, _, scale, base, prepared):
+    return kernel.coefficients(x, prepared, scale, base, **_named(sizes))
+
+
+_site = _recomputed(_run_site, reference.site)
+_coefficients = _recomputed(_run_coefficients, reference.coefficients)

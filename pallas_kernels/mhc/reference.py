@@ -5,11 +5,17 @@ pre  = sigmoid(m_pre * scale[0] + base_pre) + hc_eps                     collaps
 post = 2 sigmoid(m_post * scale[1] + base_post)
 comb = Sinkhorn(m_comb * scale[2] + base_comb)                           comb[source stream, target stream]
 X'_j = post_j y + sum_i comb[i, j] X_i
+
+`site` is what stands between two sublayers, with the roundings of the model: X' and what the next sublayer reads are
+rounded to X's dtype, and everything after reads the rounded values.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.formats import cast
+from pallas_kernels.norm import rmsnorm
 
 
 def sinkhorn(logits: Float32[Array, "*lead M M"], *, iterations: int, eps: float) -> Float32[Array, "*lead M M"]:
@@ -69,3 +75,29 @@ def update(
 ) -> Float32[Array, "*lead M D"]:
     mixed = jnp.sum(comb[..., None] * x.astype(jnp.float32)[..., None, :], axis=-3)
     return post[..., None] * y.astype(jnp.float32)[..., None, :] + mixed
+
+
+def site(
+    x: Float[Array, "*lead M D"],
+    y: Float[Array, "*lead D"],
+    post: Float32[Array, "*lead M"],
+    comb: Float32[Array, "*lead M M"],
+    mix: Float32[Array, "*lead M"],
+    norm: Float[Array, " D"],
+    fn: Float32[Array, "coefficients hidden"],
+    scale: Float32[Array, "3"],
+    base: Float32[Array, " coefficients"],
+    *,
+    iterations: int,
+    eps: float,
+    hc_eps: float,
+) -> tuple[
+    Float[Array, "*lead M D"],
+    Float[Array, "*lead D"],
+    Float32[Array, "*lead M"],
+    Float32[Array, "*lead M"],
+    Float32[Array, "*lead M M"],
+]:
+    new = cast(update(x, y, post, comb), x.dtype)
+    read = rmsnorm(cast(collapse(new, mix), x.dtype), norm, eps=eps, dtype=x.dtype)
+    return new, read, *coefficients(new, fn, scale, base, iterations=iterations, eps=eps, hc_eps=hc_eps)

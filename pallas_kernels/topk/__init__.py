@@ -1,9 +1,10 @@
 """Exact, deterministic selection of the best entries of a row."""
 
 import jax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import require_xla
+from pallas_kernels import BackendError
+from pallas_kernels.target import use_kernel
 from pallas_kernels.topk import reference
 
 __all__ = ["finish", "merge", "start", "topk"]
@@ -18,7 +19,8 @@ def start(lead: tuple[int, ...], count: int) -> Best:
 
 def merge(kept: Best, scores: Float32[Array, "*lead S"], ids: Int32[Array, "*lead S"], *, backend: str = "xla") -> Best:
     """The running best after one more tile of scores. Ids of a tile ascend and exceed those of the tiles before."""
-    require_xla("topk", backend)
+    if use_kernel("topk", backend):
+        raise BackendError("backend 'pallas': topk.merge has no kernel; a GPU selects from whole rows, with topk")
     return reference.merge(kept, scores, ids)
 
 
@@ -27,11 +29,17 @@ def finish(kept: Best) -> Int32[Array, "*lead C"]:
     return reference.finish(kept)
 
 
-def topk(scores: Float32[Array, "*lead S"], count: int, *, backend: str = "xla") -> Int32[jax.Array, "*lead {count}"]:
-    """Ids of the `count` highest scores of each row, ascending, the tail filled with -1.
+def topk(
+    scores: Float[Array, "*lead S"], count: int, lengths: Int32[Array, "*lead"] | None = None, *, backend: str = "xla"
+) -> Int32[jax.Array, "*lead {count}"]:
+    """Ids of the `count` highest of the first `lengths` scores of each row, ascending, the tail filled with -1.
 
     Equal scores: the lower id wins (+0 and -0 are equal). NaN and -inf are never selected, +inf always comes first.
     `count` may exceed S. The released program leaves ties open; this rule is ours, and every backend follows it.
+    The kernel takes counts up to 4096 and rows up to 2^21; rows of a multiple of 64 entries are not copied.
     """
-    require_xla("topk", backend)
-    return reference.topk(scores, count)
+    if use_kernel("topk", backend):
+        from pallas_kernels.topk import kernel
+
+        return kernel.topk(scores, count, lengths)
+    return reference.topk(scores, count, lengths)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 DEAD = jnp.iinfo(jnp.int32).max
 Best = tuple[Float32[Array, "*lead C"], Int32[Array, "*lead C"]]
@@ -26,6 +26,11 @@ def finish(kept: Best) -> Int32[Array, "*lead C"]:
     return jnp.where(ids == DEAD, -1, ids)
 
 
-def topk(scores: Float32[Array, "*lead S"], count: int) -> Int32[Array, "*lead {count}"]:
+def topk(
+    scores: Float[Array, "*lead S"], count: int, lengths: Int32[Array, "*lead"] | None = None
+) -> Int32[Array, "*lead {count}"]:
+    scores = scores.astype(jnp.float32)
     ids = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
+    if lengths is not None:
+        scores = jnp.where(ids < lengths[..., None], scores, -jnp.inf)
     return finish(merge(start(scores.shape[:-1], count), scores, ids))

@@ -1,0 +1,162 @@
+"""Shapes of the site between two sublayers, and what it must give in float64.
+
+X' and the next input are bfloat16: each row's error against float64 may be 1.5 times that of the same row rounded where
+the model rounds. The coefficients follow from the X' that was returned; their float32 error is that of fn kept to 16
+bits, at most 2**-17 a term with either sign: six standard deviations of the sum. Sinkhorn passes a change of its logits
+on at most fourfold, and its 40 half-steps round 5 times each (1.2e-5 in all).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.case import Case
+from pallas_kernels.mhc import kernel, reference
+
+SIZES: dict[str, Any] = {"iterations": 20, "eps": 1e-20, "hc_eps": 1e-6}
+TINY = (kernel.Tile(8, 16, 32, 1, 4, 1, 0, 1, 64, 4), kernel.Tile(99, 16, 32, 2, 4, 1, 8, 2, 64, 4))
+HALF_STEPS = 40 * 5 * 2.0**-24
+
+
+def inputs(seed: int, lead: tuple[int, ...], streams: int, width: int) -> tuple[jax.Array, ...]:
+    """Streams of unit scale with one stream ten times larger and a row of zeros, a doubly stochastic comb, fn of unit
+    gain. The last array is fn as the kernel reads it."""
+    keys = iter(jax.random.split(jax.random.key(seed), 9))
+    draw = partial(jax.random.normal, dtype=jnp.bfloat16)
+    count = streams * (streams + 2)
+    x = draw(next(keys), (*lead, streams, width)).at[..., 0, :].multiply(10).at[(0,) * len(lead)].set(0)
+    y = draw(next(keys), (*lead, width)).at[(0,) * len(lead)].set(0)
+    post = 2 * jax.nn.sigmoid(jax.random.normal(next(keys), (*lead, streams)))
+    comb = jax.random.normal(next(keys), (*lead, streams, streams))
+    comb = reference.sinkhorn(2 * comb, iterations=20, eps=1e-6)
+    mix = jax.nn.sigmoid(jax.random.normal(next(keys), (*lead, streams)))
+    norm = 1 + draw(next(keys), (width,)) / 8
+    fn = jax.random.normal(next(keys), (count, streams * width)) / (streams * width) ** 0.5
+    scale, base = jnp.array([1.0, 0.7, 1.5]), jax.random.normal(next(keys), (count,))
+    return x, y, post, comb, mix, norm, fn, scale, base, kernel.prepare(fn)
+
+
+def exact_coefficients(z: np.ndarray, fn: np.ndarray, scale: np.ndarray, base: np.ndarray, m: int) -> tuple:
+    """(pre, post, comb, error bound of the mixes) of rows of float64 streams [K, M*D]."""
+    inverse = 1 / np.sqrt((z * z).mean(1, keepdims=True) + SIZES["eps"])
+    mixes = z @ fn.T * inverse
+    bound = 6 / np.sqrt(3) * 2.0**-17 * np.sqrt((z * z) @ (fn * fn).T) * inverse + 1e-6
+    logits = mixes * np.repeat(scale, [m, m, m * m]) + base
+    pre, post = (1 / (1 + np.exp(-part)) for part in (logits[:, :m], logits[:, m : 2 * m]))
+    comb = np.exp(logits[:, 2 * m :]).reshape(-1, m, m)
+    comb = comb / comb.sum(2, keepdims=True) + SIZES["hc_eps"]
+    for half in range(2 * SIZES["iterations"] - 1):
+        comb = comb / (comb.sum(1 + half % 2, keepdims=True) + SIZES["hc_eps"])
+    return pre + SIZES["hc_eps"], 2 * post, comb, bound.max(1)
+
+
+def _sample(rows: int) -> np.ndarray:
+    """All rows of a small call; of a large one the first, the last, and 30 between."""
+    return np.arange(rows) if rows <= 64 else np.unique(np.linspace(0, rows - 1, 32).astype(int))
+
+
+def _off(name: str, rows: np.ndarray, error: np.ndarray, bound: np.ndarray) -> list[str]:
+    """One line about the worst row, if any exceeds its bound; NaN does."""
+    wrong = ~(error <= bound)
+    if not wrong.any():
+        return []
+    worst = np.argmax(np.where(wrong, np.nan_to_num(error / np.maximum(bound, 1e-30), nan=np.inf), -1))
+    return [f"{name}: {wrong.sum()} of {len(rows)} rows, worst {rows[worst]}: {error[worst]:.3g} > {bound[worst]:.3g}"]
+
+
+def problems(given: tuple[Any, ...], output: Any) -> list[str]:
+    """What `site` gave that it should not have."""
+    m, d = given[0].shape[-2:]
+    rows = _sample(given[0].size // (m * d))
+
+    def pick(array: Any, *shape: int) -> np.ndarray:
+        return np.asarray(array).reshape(-1, *shape)[rows].astype(np.float64)
+
+    shapes = ((m, d), (d,), (m,), (m, m), (m,))
+    x, y, post, comb, mix = (pick(a, *shape) for a, shape in zip(given[:5], shapes, strict=True))
+    norm, fn, scale, base = (np.asarray(a, np.float64) for a in given[5:9])
+    new, read, *rest = output
+    new, read = pick(new, m, d), pick(read, d)
+    found = []
+
+    def bfloat16(a: np.ndarray) -> np.ndarray:
+        return np.asarray(jnp.asarray(a, jnp.float32).astype(jnp.bfloat16), np.float64)
+
+    def norm_of(a: np.ndarray) -> np.ndarray:
+        return np.sqrt((a * a).reshape(len(rows), -1).sum(1))
+
+    exact = post[..., None] * y[:, None] + np.einsum("kij,kid->kjd", comb, x)
+    found += _off("X'", rows, norm_of(new - exact), 1.5 * norm_of(bfloat16(exact) - exact))
+    exact = np.einsum("km,kmd->kd", mix, new)
+
+    def normalize(a: np.ndarray) -> np.ndarray:
+        return norm * a / np.sqrt((a * a).mean(1, keepdims=True) + SIZES["eps"])
+
+    model = bfloat16(normalize(bfloat16(exact)))
+    found += _off("next input", rows, norm_of(read - normalize(exact)), 1.5 * norm_of(model - normalize(exact)))
+    return found + coefficient_problems(new, rest, fn, scale, base, rows)
+
+
+def coefficient_problems(new: np.ndarray, given: Any, fn: Any, scale: Any, base: Any, rows: np.ndarray) -> list[str]:
+    """What is wrong with (pre, post, comb) of the streams `new` [K, M, D] in float64."""
+    m = new.shape[1]
+    *exact, bound = exact_coefficients(new.reshape(len(rows), -1), fn, scale, base, m)
+    limits = (bound * scale[0] / 4 + 1e-6, bound * scale[1] / 2 + 1e-6, 4 * bound * scale[2] + HALF_STEPS)
+    found = []
+    for name, ours, theirs, limit in zip(("pre", "post", "comb"), given, exact, limits, strict=True):
+        ours = np.asarray(ours).reshape(-1, *theirs.shape[1:])[rows].astype(np.float64)
+        error = np.abs(ours - theirs).reshape(len(rows), -1).max(1)
+        found += _off(name, rows, error, np.broadcast_to(limit, error.shape))
+    return found
+
+
+def only_coefficients(given: tuple[Any, ...], output: Any) -> list[str]:
+    """`problems` of `coefficients` on the streams as they are."""
+    x = np.asarray(given[0]).reshape(-1, *given[0].shape[-2:])
+    rows = _sample(len(x))
+    fn, scale, base = (np.asarray(a, np.float64) for a in given[6:9])
+    return coefficient_problems(x[rows].astype(np.float64), output, fn, scale, base, rows)
+
+
+def _site(*arrays: jax.Array, **how: Any) -> Any:
+    *given, _, scale, base, prepared = arrays
+    return kernel.site(*[*given, prepared, scale, base], **SIZES, **how)
+
+
+def _coefficients(*arrays: jax.Array, **how: Any) -> Any:
+    return kernel.coefficients(arrays[0], arrays[9], *arrays[7:9], **SIZES, **how)
+
+
+def _case(name: str, lead: tuple[int, ...], width: int, run: Callable[..., Any] = _site) -> Case:
+    tokens, streams = int(np.prod(lead)), 4
+    sums = streams * (streams + 2) * streams * width
+    alone = run is not _site
+    return Case(
+        name,
+        partial(inputs, lead=lead, streams=streams, width=width),
+        run if width > 1024 else partial(run, tile=TINY),
+        (lambda *a: reference.coefficients(a[0], *a[6:9], **SIZES))
+        if alone
+        else lambda *a: reference.site(*a[:9], **SIZES),
+        only_coefficients if alone else problems,
+        flops=2.0 * tokens * sums,
+        nbytes=2.0 * tokens * width * (streams if alone else 2 * streams + 2) + 4.0 * sums,
+    )
+
+
+SMALL = (
+    _case("one-token", (1,), 64),
+    _case("ragged", (2, 9), 128),  # 18 rows in blocks of 16
+    _case("coefficients", (5,), 128, _coefficients),
+)
+MODEL = (
+    _case("site-8192", (8192,), 5120),
+    _case("site-512", (512,), 5120),
+    _case("site-64", (64,), 5120),
+    _case("site-1", (1,), 5120),
+    _case("coefficients-8192", (8192,), 5120, _coefficients),
+)

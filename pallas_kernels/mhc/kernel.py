@@ -1,0 +1,371 @@
+"""The site between two sublayers in two launches: streams read once, written once.
+
+**Why.** XLA runs update, collapse, norm and coefficients as separate passes over the M streams: 1.46 ms at T = 8192 on
+an H200, 7.5 times the floor of (2M + 2) D values a token. Here a sweep reads X and y and writes X' and the collapse,
+2 bytes each, and a finish reads the collapse again. Few tokens are a matter of latency: the sweep splits the width over
+blocks too, and the Sinkhorn chain holds its 16 numbers in registers, without a shuffle.
+
+**Numerics.** float32 throughout; X' and the collapse are rounded to bfloat16 and read back rounded, as the reference
+does. The product with fn runs on bfloat16 tensor cores with fn split in two, hi + lo, 16 bits of its 24: a relative
+error of 2**-17 a term, a hundredth of what bfloat16 streams carry. Sums over blocks of columns run in a fixed order.
+
+**Tiling.** Sweep: a block takes `tokens` rows and `steps` strips of `columns` of each stream, and leaves the float32
+partial sums of its 24 products, of X'^2 and of collapse^2. Every block of rows reads all of fn (2 MB of L2), so many
+tokens want tall blocks. Finish: some blocks add the partial sums and turn them into coefficients, the others normalize.
+A ragged last block repeats the last row, and writes equal values.
+
+Backend: Pallas-Triton; its elementwise part and dot share one layout here. What was tried at T = 8192 (floor 0.20 ms):
+one pass over a row's columns, 16 rows a block (2.5 times the floor: fn from L2 outweighs the streams); streams as the
+left operand (the update computed twice, in two layouts, and spills); 8 warps (the accumulator changes layout through
+shared memory twice a step: 2.8 times); without explicit FMA; strips of 16 columns (half as fast as 32). Left of it
+(ncu): 8 warps an SM wait for loads, L2 at 70 % of its throughput, DRAM at 58 %, instruction issue at a third.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, BFloat16, Float, Float32
+
+from pallas_kernels import BackendError
+from pallas_kernels.formats import cast
+from pallas_kernels.target import tile as target_tile
+
+RECORD = 32  # floats of a partial sum: 2M + M*M products, X'^2, collapse^2, padding
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of the two launches for calls of up to `most` tokens.
+
+    `lanes` 0: a finishing block turns one token's sums into coefficients, all threads on the same numbers. Else it does
+    so for that many tokens, one a thread, and the partial sums are kept with tokens last.
+    """
+
+    most: int
+    tokens: int
+    columns: int
+    steps: int
+    warps: int
+    stages: int
+    lanes: int
+    finish_tokens: int
+    finish_columns: int
+    finish_warps: int
+
+
+H200 = (
+    Tile(16, 16, 64, 1, 4, 1, 0, 1, 512, 2),
+    Tile(256, 16, 64, 1, 4, 1, 0, 1, 1024, 4),
+    Tile(1024, 32, 64, 1, 4, 1, 0, 1, 1024, 1),
+    Tile(1 << 30, 64, 32, 16, 4, 3, 128, 2, 1024, 4),
+)
+B300 = H200
+
+
+def prepare(fn: Float32[Array, "coefficients hidden"]) -> BFloat16[Array, "halves hidden"]:
+    """fn as the kernel reads it, once per weight: its high and then its low halves in bfloat16."""
+    hi = cast(fn, jnp.bfloat16)
+    return jnp.concatenate([hi, cast(fn - hi.astype(jnp.float32), jnp.bfloat16)])
+
+
+def _rows(block: Array, size: int, tokens: int) -> Array:
+    """Rows of a block; past the end, the last row again."""
+    return jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), tokens - 1)
+
+
+def _asm(instruction: str, plain: Callable[..., Array], *args: Array, interpret: bool) -> Array:
+    """One float32 instruction of PTX, elementwise; interpret mode has only its plain twin."""
+    shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
+    args = tuple(jnp.broadcast_to(arg, shape) for arg in args)
+    if interpret:
+        return plain(*args)
+    places = ", ".join(f"${i}" for i in range(len(args) + 1))
+    return plt.elementwise_inline_asm(
+        f"{instruction} {places};",
+        args=args,
+        constraints="=f" + ",f" * len(args),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )[0]
+
+
+# Triton under XLA contracts no product and sum by itself, and that is most of the sweep's arithmetic.
+_fma = partial(_asm, "fma.rn.f32", lambda a, b, c: a * b + c)
+_reciprocal = partial(_asm, "rcp.approx.ftz.f32", lambda x: 1.0 / x)
+
+
+def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: bool):
+    """One block of rows and columns. Unfused, the streams stand as they are: only the sums for their coefficients.
+
+    Arrays are [columns, tokens]: so the rounded streams are a tensor core's right operand as they are, in the layout
+    that they are loaded and stored in, and fn's 64 rows fill the left one.
+    """
+    x_ref, *given, fn_ref, part_ref = [*refs[:-3], refs[-1]] if fused else refs
+    every, chunk, shape = range(streams), pl.program_id(0), (tile.columns, tile.tokens)
+    rows = _rows(pl.program_id(1), tile.tokens, x_ref.shape[0])
+    row = jnp.broadcast_to(rows[None, :], shape)
+    # A tensor core's tile has 64 rows: 32 of each half, of which the last ones repeat and are written over below.
+    count, fn_shape = fn_ref.shape[0] // 2, (2 * RECORD, tile.columns)
+    fn_row = lax.broadcasted_iota(jnp.int32, fn_shape, 0)
+    fn_row = fn_row // RECORD * count + jnp.minimum(fn_row % RECORD, count - 1)
+    fma = partial(_fma, interpret=interpret)
+    if fused:
+        (y_ref, post_ref, comb_ref, mix_ref), (new_ref, read_ref) = given, refs[-3:-1]
+        post = [post_ref[rows, j][None, :] for j in every]
+        mix = [mix_ref[rows, j][None, :] for j in every]
+        comb = [[comb_ref[rows, i * streams + j][None, :] for j in every] for i in every]
+
+    def step(k, sums):
+        product, square, read_square = sums
+        first = (k * pl.num_programs(0) + chunk) * tile.columns  # blocks that run together read side by side
+        column = first + lax.broadcasted_iota(jnp.int32, shape, 0)
+        now = [x_ref[row, column + i * width] for i in every]
+        fn_column = first + lax.broadcasted_iota(jnp.int32, fn_shape, 1)
+        fn = [fn_ref[fn_row, fn_column + i * width] for i in every]  # here: no load may wait for a store
+        if fused:
+            y = y_ref[row, column].astype(jnp.float32)
+            old, read = [x.astype(jnp.float32) for x in now], jnp.zeros(shape, jnp.float32)
+        for j in every:
+            rounded = now[j]
+            if fused:
+                new = post[j] * y
+                for i in every:
+                    new = fma(comb[i][j], old[i], new)
+                rounded = new.astype(jnp.bfloat16)
+                new_ref[row, column + j * width] = rounded
+            new = rounded.astype(jnp.float32)
+            square = fma(new, new, square)
+            if fused:
+                read = fma(mix[j], new, read)
+            product += plt.dot(fn[j], rounded)
+        if fused:
+            rounded = read.astype(jnp.bfloat16)
+            read_ref[row, column] = rounded
+            read = rounded.astype(jnp.float32)
+            read_square = fma(read, read, read_square)
+        return product, square, read_square
+
+    zero = jnp.zeros(shape, jnp.float32)
+    sums = jnp.zeros((2 * RECORD, tile.tokens), jnp.float32), zero, zero
+    product, square, read_square = step(0, sums) if tile.steps == 1 else lax.fori_loop(0, tile.steps, step, sums)
+    record = product.reshape(2, RECORD, tile.tokens).sum(axis=0)
+    place = lax.broadcasted_iota(jnp.int32, record.shape, 0)
+    record = jnp.where(place == RECORD - 2, square.sum(axis=0)[None, :], record)
+    record = jnp.where(place == RECORD - 1, read_square.sum(axis=0)[None, :], record)
+    _part(part_ref, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)[...] = record
+
+
+def _part(part_ref, row: Array, place: Array, tile: Tile):
+    """Partial sums of tokens `row`, number `place` (chunk * RECORD + n)."""
+    return part_ref.at[(place, row) if tile.lanes else (row, place)]
+
+
+def _sinkhorn(logits: list[list[Array]], iterations: int, eps: float, interpret: bool) -> list[list[Array]]:
+    """The reference's iterations, each of the M*M numbers an array of its own: no reduction crosses threads."""
+    every = range(len(logits))
+
+    def total(values: list[Array]) -> Array:  # by pairs: the chain of 40 sums is what takes time
+        return values[0] if len(values) == 1 else total(values[::2]) + total(values[1::2])
+
+    def rows(c, eps):
+        inverse = [_reciprocal(total(row) + eps, interpret=interpret) for row in c]
+        return [[v * r for v in row] for row, r in zip(c, inverse, strict=True)]
+
+    def columns(c):
+        inverse = [_reciprocal(total([row[j] for row in c]) + eps, interpret=interpret) for j in every]
+        return [[v * r for v, r in zip(row, inverse, strict=True)] for row in c]
+
+    exps = [[jnp.exp(v - reduce(jnp.maximum, row)) for v in row] for row in logits]
+    comb = columns([[v + eps for v in row] for row in rows(exps, 0.0)])
+    return lax.fori_loop(0, iterations - 1, lambda _, c: columns(rows(c, eps)), comb)
+
+
+def _sum(part_ref, rows: Array, n: int, tile: Tile, chunks: int) -> Array:
+    """Number n of some tokens, summed over the chunks."""
+    shape = (rows.shape[0], pl.next_power_of_2(chunks))
+    chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
+    row = jnp.broadcast_to(rows[:, None], shape)
+    found = _part(part_ref, row, jnp.minimum(chunk, chunks - 1) * RECORD + n, tile)[...]
+    return jnp.where(chunk < chunks, found, 0.0).sum(axis=1)
+
+
+def _sums_of_lanes(part_ref, rows: Array, wanted: list[int], chunks: int) -> list[Array]:
+    """Several numbers of many tokens, one a thread."""
+
+    def add(chunk, total):
+        return [value + part_ref[chunk * RECORD + n, rows] for value, n in zip(total, wanted, strict=True)]
+
+    return lax.fori_loop(0, chunks, add, [jnp.zeros(rows.shape, jnp.float32)] * len(wanted))
+
+
+def _sums_of_one(part_ref, rows: Array, wanted: list[int], chunks: int) -> list[Array]:
+    """Several numbers of one token: its partial sums are read as they lie, then picked from the total."""
+    shape = (1, pl.next_power_of_2(chunks), RECORD)
+    place = lax.broadcasted_iota(jnp.int32, shape, 1) * RECORD + lax.broadcasted_iota(jnp.int32, shape, 2)
+    found = part_ref[jnp.broadcast_to(rows[:, None, None], shape), jnp.minimum(place, chunks * RECORD - 1)]
+    record = jnp.where(place < chunks * RECORD, found, 0.0).sum(axis=1)
+    column = lax.broadcasted_iota(jnp.int32, record.shape, 1)
+    return [jnp.where(column == n, record, 0.0).sum(axis=1) for n in wanted]
+
+
+def _coefficients(refs, rows: Array, *, tile: Tile, sizes, streams: int, width: int, chunks: int, interpret: bool):
+    part_ref, scale_ref, base_ref, pre_ref, post_ref, comb_ref = refs
+    iterations, eps, hc_eps = sizes
+    count = streams * (streams + 2)
+    scale, base = [scale_ref[i] for i in range(3)], [base_ref[i] for i in range(count)]  # before any store
+    wanted = [*range(count), RECORD - 2]
+    number = (_sums_of_lanes if tile.lanes else _sums_of_one)(part_ref, rows, wanted, chunks)
+    inverse = lax.rsqrt(number[-1] / (streams * width) + eps)
+    group = [0] * streams + [1] * streams + [2] * streams**2
+    logit = [number[n] * inverse * scale[group[n]] + base[n] for n in range(count)]
+    for j in range(streams):
+        pre_ref[rows, j] = jax.nn.sigmoid(logit[j]) + hc_eps
+        post_ref[rows, j] = 2.0 * jax.nn.sigmoid(logit[streams + j])
+    square = [logit[start : start + streams] for start in range(2 * streams, count, streams)]
+    for i, line in enumerate(_sinkhorn(square, iterations, hc_eps, interpret)):
+        for j, value in enumerate(line):
+            comb_ref[rows, i * streams + j] = value
+
+
+def _finish(*refs, tile: Tile, sizes, streams: int, width: int, chunks: int, fused: bool, interpret: bool):
+    """Some blocks make coefficients, the rest normalize: both read the sweep's sums."""
+    part_ref, scale_ref, base_ref, *given = refs[: 5 if fused else 3]
+    tokens = refs[-1].shape[0]
+    block, each = pl.program_id(0), max(tile.lanes, 1)
+    makers = -(-tokens // each)
+
+    @pl.when(block < makers)
+    def coefficients():
+        static = {"tile": tile, "sizes": sizes, "streams": streams, "width": width, "chunks": chunks}
+        mine = part_ref, scale_ref, base_ref, *refs[-3:]
+        _coefficients(mine, _rows(block, each, tokens), interpret=interpret, **static)
+
+    if not fused:
+        return
+    read_ref, norm_ref, out_ref = *given, refs[-4]
+
+    @pl.when(block >= makers)
+    def normalize():
+        parts = width // tile.finish_columns
+        rows = _rows((block - makers) // parts, tile.finish_tokens, tokens)
+        here = pl.ds((block - makers) % parts * tile.finish_columns, tile.finish_columns)
+        read, weight = read_ref[rows, here].astype(jnp.float32), norm_ref[here].astype(jnp.float32)
+        inverse = lax.rsqrt(_sum(part_ref, rows, RECORD - 1, tile, chunks) / width + sizes[1])
+        out_ref[rows, here] = (weight[None, :] * (read * inverse[:, None])).astype(jnp.bfloat16)
+
+
+def _launches(
+    x: Array,
+    given: tuple[Array, ...],
+    norm: Array | None,
+    fn: Array,
+    scale: Array,
+    base: Array,
+    *,
+    sizes: tuple[int, float, float],
+    tile: Tile,
+    interpret: bool,
+) -> list[Array]:
+    """The two launches on flat rows: [X', what the next sublayer reads,] pre, post, comb."""
+    (tokens, streams, width), fused = x.shape, norm is not None
+    chunks = width // (tile.columns * tile.steps)
+    sums = (chunks * RECORD, tokens) if tile.lanes else (tokens, chunks * RECORD)
+    part = jax.ShapeDtypeStruct(sums, jnp.float32)
+    read = jax.ShapeDtypeStruct((tokens, width), x.dtype)
+    new = jax.ShapeDtypeStruct((tokens, streams * width), x.dtype)
+    static: dict[str, Any] = {"tile": tile, "streams": streams, "width": width, "fused": fused, "interpret": interpret}
+    *written, part = pl.pallas_call(
+        partial(_sweep, **static),
+        grid=(chunks, -(-tokens // tile.tokens)),
+        out_shape=[new, read, part] if fused else [part],
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        name="mhc_sweep",
+        interpret=interpret,
+    )(x.reshape(tokens, -1), *given, prepare(fn) if fn.dtype == jnp.float32 else fn)
+    coefficients = [jax.ShapeDtypeStruct((tokens, n), jnp.float32) for n in (streams, streams, streams * streams)]
+    blocks = -(-tokens // max(tile.lanes, 1))
+    blocks += -(-tokens // tile.finish_tokens) * (width // tile.finish_columns) if fused else 0
+    *normed, pre, post, comb = pl.pallas_call(
+        partial(_finish, sizes=sizes, chunks=chunks, **static),
+        grid=(blocks,),
+        out_shape=[*[read] * fused, *coefficients],
+        compiler_params=plt.CompilerParams(num_warps=tile.finish_warps, num_stages=1),
+        name="mhc_finish",
+        interpret=interpret,
+    )(part, scale, base, *([written[1], norm] if fused else []))
+    return [*written[:1], *normed, pre, post, comb.reshape(tokens, streams, streams)]
+
+
+def _fits(x: Array, fn: Array, tiles: tuple[Tile, ...] | None, **others: Array) -> Tile:
+    """The tile for this call, or the rule that it breaks."""
+    for name, array in {"x": x, **others}.items():
+        if array.dtype != jnp.bfloat16:
+            raise BackendError(f"backend 'pallas': mhc takes {name} in bfloat16, not {array.dtype}")
+    streams, width = x.shape[-2:]
+    tokens, count = math.prod(x.shape[:-2]), streams * (streams + 2)
+    tiles = target_tile({"sm_90": H200, "sm_103": B300}) if tiles is None else tiles
+    tile = next(t for t in tiles if tokens <= t.most)
+    step = math.lcm(tile.columns * tile.steps, tile.finish_columns)
+    if width % step or count > RECORD - 2 or tokens == 0:
+        rule = f"a width in multiples of {step}, at most {RECORD - 2} coefficients and a token"
+        raise BackendError(f"backend 'pallas': mhc takes {rule}; x is {x.shape}")
+    return tile
+
+
+def coefficients(
+    x: Float[Array, "*lead M D"],
+    fn: Array,
+    scale: Float32[Array, "3"],
+    base: Float32[Array, " coefficients"],
+    *,
+    iterations: int,
+    eps: float,
+    hc_eps: float,
+    tile: tuple[Tile, ...] | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """As the reference's; `fn` may be prepared."""
+    chosen, lead = _fits(x, fn, tile), x.shape[:-2]
+    flat = x.reshape(-1, *x.shape[-2:])
+    sizes = (iterations, eps, hc_eps)
+    out = _launches(flat, (), None, fn, scale, base, sizes=sizes, tile=chosen, interpret=interpret)
+    pre, post, comb = (value.reshape(*lead, *value.shape[1:]) for value in out)
+    return pre, post, comb
+
+
+def site(
+    x: Float[Array, "*lead M D"],
+    y: Float[Array, "*lead D"],
+    post: Float32[Array, "*lead M"],
+    comb: Float32[Array, "*lead M M"],
+    mix: Float32[Array, "*lead M"],
+    norm: Float[Array, " D"],
+    fn: Array,
+    scale: Float32[Array, "3"],
+    base: Float32[Array, " coefficients"],
+    *,
+    iterations: int,
+    eps: float,
+    hc_eps: float,
+    tile: tuple[Tile, ...] | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """As the reference's; `fn` may be prepared."""
+    chosen = _fits(x, fn, tile, y=y, norm=norm)
+    lead, (streams, width) = x.shape[:-2], x.shape[-2:]
+    flat = x.reshape(-1, streams, width)
+    given = y.reshape(-1, width), post.reshape(-1, streams), comb.reshape(-1, streams**2), mix.reshape(-1, streams)
+    sizes = (iterations, eps, hc_eps)
+    out = _launches(flat, given, norm, fn, scale, base, sizes=sizes, tile=chosen, interpret=interpret)
+    new, read, pre, post, comb = (value.reshape(*lead, *value.shape[1:]) for value in out)
+    return new.reshape(x.shape), read, pre, post, comb

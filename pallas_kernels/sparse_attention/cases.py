@@ -1,0 +1,195 @@
+"""Shapes of sparse attention, and what it must give in float64.
+
+Inputs are as in the model: neighbouring queries share most of their selected rows, the last rows are the window, some
+lists end in -1. Products take bfloat16: q, rows and the rounded exp(s - maximum).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels.case import Case
+from pallas_kernels.formats import E2M1_VALUES, cast, e2m1_value, e8m0_value, unpack_e2m1
+from pallas_kernels.sparse_attention import kernel, reference
+
+TOLERANCE = 2.0**-8  # of a query's norm: three times what the roundings above leave on random inputs
+LSE_TOLERANCE = 1e-4
+
+
+def unpack_fp8(row: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """H E4M3 codes, then H / 32 E8M0 scales."""
+    width = row.shape[-1] // 33 * 32
+    codes = jax.lax.bitcast_convert_type(row[..., :width], jnp.float8_e4m3fn).astype(jnp.float32)
+    return cast(codes * jnp.repeat(e8m0_value(row[..., width:]), 32, axis=-1), dtype)
+
+
+def unpack_nvfp4(row: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """H / 2 bytes of E2M1 pairs, low nibble the even channel, then H / 16 E4M3 scales."""
+    half = row.shape[-1] // 9 * 8
+    scale = jax.lax.bitcast_convert_type(row[..., half:], jnp.float8_e4m3fn).astype(jnp.float32)
+    return cast(e2m1_value(unpack_e2m1(row[..., :half])) * jnp.repeat(scale, 16, axis=-1), dtype)
+
+
+def values64(row: np.ndarray, width: int) -> np.ndarray:
+    """The values of rows of any format, in float64, from their bits."""
+    if row.shape[-1] == 2 * width:
+        row = row.view(jnp.bfloat16)
+    if row.dtype != np.uint8:
+        return row.astype(np.float64)
+    if row.shape[-1] == width + width // 32:
+        codes = row[..., :width].view(jnp.float8_e4m3fn).astype(np.float64)
+        return codes * np.repeat(2.0 ** (row[..., width:].astype(np.float64) - 127), 32, axis=-1)
+    pairs, scale = row[..., : width // 2], row[..., width // 2 :].view(jnp.float8_e4m3fn).astype(np.float64)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*row.shape[:-1], width)
+    return E2M1_VALUES[codes].astype(np.float64) * np.repeat(scale, 16, axis=-1)
+
+
+def attend64(q: Any, rows: np.ndarray, sink: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """(o, lse) of one query [N, H] over its valid rows [K, H]."""
+    q, sink = np.asarray(q).astype(np.float64), sink.astype(np.float64)
+    scores = np.concatenate([scale * q @ rows.T, sink[:, None]], axis=1)
+    top = scores.max(axis=1, keepdims=True)
+    p = np.exp(scores - top)
+    total = p.sum(axis=1, keepdims=True)
+    return (p[:, :-1] / total) @ rows, (top + np.log(total))[:, 0]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes in the letters of STYLE.md; X rows of window, S of main, a batch entry."""
+
+    B: int
+    T: int
+    N: int
+    H: int
+    X: int
+    S: int
+    W: int
+    C: int
+    packed: bool
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of the window and of main."""
+        if self.packed:
+            return self.H + self.H // 32, self.H // 2 + self.H // 16
+        return 2 * self.H, 2 * self.H
+
+    @property
+    def unpack(self) -> dict[str, Callable[..., Any]]:
+        """Arguments that say how rows are read."""
+        return {"unpack_window": unpack_fp8, "unpack_main": unpack_nvfp4} if self.packed else {}
+
+
+def _rows(key: jax.Array, shape: Shape, count: int, format_: str) -> jax.Array:
+    """Random rows; packed ones are random codes with scales between 1/4 and 2."""
+    if not shape.packed:
+        return jax.random.normal(key, (shape.B, count, shape.H), jnp.bfloat16)
+    codes, scales = jax.random.split(key)
+    size, groups, low, high = (
+        (shape.H, shape.H // 32, 120, 122) if format_ == "fp8" else (shape.H // 2, shape.H // 16, 0x28, 0x40)
+    )
+    code = jax.random.bits(codes, (shape.B, count, size), jnp.uint8)
+    if format_ == "fp8":  # no code may be NaN
+        code = jnp.where(code & 0x7F == 0x7F, code ^ 1, code)
+    scale = jax.random.randint(scales, (shape.B, count, groups), low, high).astype(jnp.uint8)
+    return jnp.concatenate([code, scale], axis=-1)
+
+
+def _selected(key: jax.Array, shape: Shape) -> jax.Array:
+    """Ids that change for one in five from query to query."""
+    change, start = jax.random.split(key)
+    steps = jnp.cumsum(jax.random.bernoulli(change, 0.2, (shape.B, shape.T, shape.C)), axis=1, dtype=jnp.int32)
+    first = jax.random.randint(start, (shape.B, 1, shape.C), 0, shape.S)
+    return (first + steps * 7919) % shape.S
+
+
+def inputs(seed: int, shape: Shape) -> tuple[jax.Array, ...]:
+    """(q, window, window_ids, main, main_ids, sink). The first query of an entry misses part of its main rows, the
+    second has no main rows, the third no rows at all."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    q = jax.random.normal(keys[0], (shape.B, shape.T, shape.N, shape.H), jnp.bfloat16)
+    window_ids = (jnp.arange(shape.T)[:, None] + jnp.arange(shape.W)) % max(shape.X, 1)
+    window_ids = jnp.broadcast_to(window_ids, (shape.B, shape.T, shape.W)).astype(jnp.int32)
+    main_ids = _selected(keys[1], shape)
+    if shape.T > 2:
+        main_ids = main_ids.at[:, 0, shape.C // 3 :].set(-1).at[:, 1:3].set(-1)
+        window_ids = window_ids.at[:, 2].set(-1).at[:, 3:, : shape.W // 2].set(-1)
+    window, main = _rows(keys[2], shape, shape.X, "fp8"), _rows(keys[3], shape, shape.S, "nvfp4")
+    return q, window, window_ids, main, main_ids, jax.random.normal(keys[4], (shape.N,))
+
+
+def sample(shape: Shape) -> list[tuple[int, int]]:
+    """All queries of a small call; of a large one the first four, the last, and some between."""
+    every = [(b, t) for b in range(shape.B) for t in range(shape.T)]
+    return every if len(every) <= 16 else [*every[:4], *every[4 :: len(every) // 8], every[-1]]
+
+
+def expected(given: tuple[Any, ...], b: int, t: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """(o, lse) of query t of entry b in float64."""
+    q, window, window_ids, main, main_ids, sink = given
+    parts = []
+    for rows, ids in ((window, window_ids), (main, main_ids)):
+        taken = np.asarray(ids[b, t])
+        parts.append(values64(np.asarray(rows[b][taken[taken >= 0]]), q.shape[-1]))
+    return attend64(q[b, t], np.concatenate(parts), np.asarray(sink), scale)
+
+
+def _problems(shape: Shape, given: tuple[Any, ...], output: Any) -> list[str]:
+    found = []
+    for b, t in sample(shape):
+        o, lse = (np.asarray(x[b, t]).astype(np.float64) for x in output)
+        o64, lse64 = expected(given, b, t, shape.H**-0.5)
+        if not (np.isfinite(o).all() and np.isfinite(lse).all()):
+            found.append(f"query {b, t}: not finite")
+        elif (error := np.linalg.norm(o - o64)) > TOLERANCE * np.linalg.norm(o64):
+            found.append(f"query {b, t}: o is off by {error / max(np.linalg.norm(o64), 1e-30):.2e} of its norm")
+        elif (error := np.abs(lse - lse64).max()) > LSE_TOLERANCE:
+            found.append(f"query {b, t}: lse is off by {error:.2e}")
+    return found
+
+
+def case(name: str, shape: Shape, out_dtype: DTypeLike = jnp.bfloat16) -> Case:
+    """The forward pass; the model reads o in bfloat16."""
+    options = {"scale": shape.H**-0.5, **shape.unpack}
+
+    def plain(*args: Any) -> Any:
+        o, lse = reference.sparse_attention(*args, **options)
+        return cast(o, out_dtype), lse
+
+    queries = shape.B * shape.T
+    taken = tuple(
+        min(count * shape.B, ids * queries) for count, ids in ((shape.X, shape.W), (shape.S, shape.C))
+    )  # distinct rows at most
+    ids = 4.0 * queries * (shape.W + shape.C)
+    nbytes = 4.0 * queries * shape.N * shape.H + ids + sum(n * b for n, b in zip(taken, shape.row_bytes, strict=True))
+    return Case(
+        name,
+        lambda seed: inputs(seed, shape),
+        partial(kernel.sparse_attention, out_dtype=out_dtype, **options),
+        plain,
+        partial(_problems, shape),
+        4.0 * queries * shape.N * shape.H * (shape.W + shape.C),
+        nbytes,
+    )
+
+
+SMALL_SHAPES = {
+    "values": Shape(2, 2, 64, 128, 9, 40, 64, 64, False),
+    "packed, uneven lists": Shape(1, 3, 64, 128, 20, 50, 40, 70, True),
+    "no main rows": Shape(1, 1, 64, 128, 9, 0, 16, 0, False),
+}
+SMALL = tuple(case(name, shape, jnp.float32) for name, shape in SMALL_SHAPES.items())
+MODEL = (
+    case("prefill 4096, bf16 rows", Shape(1, 4096, 64, 512, 4224, 131072, 128, 512, False)),
+    case("prefill 4096, packed rows", Shape(1, 4096, 64, 512, 4224, 131072, 128, 512, True)),
+    case("decode 1, packed rows", Shape(1, 1, 64, 512, 129, 65536, 128, 512, True)),
+    case("decode 16, packed rows", Shape(16, 1, 64, 512, 129, 8192, 128, 512, True)),
+    case("decode 128, packed rows", Shape(128, 1, 64, 512, 129, 4096, 128, 512, True)),
+)

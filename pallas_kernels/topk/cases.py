@@ -1,0 +1,69 @@
+"""Shapes of the selection, and the ids that a sort chooses."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.case import Case
+from pallas_kernels.topk import kernel, reference
+
+TINY = kernel.Tile(span=512)
+SPECIAL = (np.nan, np.inf, -np.inf, -0.0, 0.0, -np.nan, 3.0e38)
+
+
+def inputs(seed: int, rows: int, entries: int, dtype: Any, whole: bool) -> tuple[jax.Array, jax.Array]:
+    """Normal scores; of the first row two bits a value (ties, zeros of both signs) and special values; a row of equal
+    ones; lengths from 0 on unless rows are whole."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (rows, entries))
+    x = x.at[0].set(jnp.round(2 * x[0]) / 2).at[-1].set(-1.5)
+    lengths = jnp.full((rows,), entries, jnp.int32)
+    if not whole:
+        x = x.at[0, : len(SPECIAL)].set(jnp.array(SPECIAL))
+        lengths = jax.random.randint(keys[1], (rows,), 1, entries + 1).at[:3].set(jnp.array([entries, 0, 3])[:rows])
+    return x.astype(dtype), lengths
+
+
+def best(row: np.ndarray, count: int) -> np.ndarray:
+    """The rule by a stable sort: highest first, then the lower id; NaN and -inf never; ids ascend, -1 fills."""
+    order = np.argsort(np.where(np.isnan(row) | (row == -np.inf), np.inf, -row), kind="stable")
+    live = np.sum(~np.isnan(row) & (row > -np.inf))
+    chosen = np.sort(order[: min(count, live)])
+    return np.concatenate([chosen, np.full(count - len(chosen), -1)]).astype(np.int32)
+
+
+def problems(given: tuple[Any, ...], output: Any, *, count: int) -> list[str]:
+    """Rows whose ids are not those of a sort."""
+    x, lengths = np.asarray(given[0]).astype(np.float64), np.asarray(given[1])
+    some = np.unique(np.linspace(0, len(x) - 1, 16).astype(int))
+    wrong = [r for r in some if not np.array_equal(np.asarray(output)[r], best(x[r, : lengths[r]], count))]
+    return [f"rows {wrong} of {len(x)} differ from a sort"] if wrong else []
+
+
+def _case(name: str, rows: int, entries: int, count: int, dtype: Any = jnp.float32, whole: bool = True) -> Case:
+    return Case(
+        name,
+        lambda seed: inputs(seed, rows, entries, dtype, whole),
+        lambda x, n, tile=None, interpret=False: kernel.topk(x, count, n, tile=tile, interpret=interpret),
+        lambda x, n: reference.topk(x, count, n),
+        partial(problems, count=count),
+        nbytes=1.0 * rows * (entries * jnp.dtype(dtype).itemsize + 4 * count),
+    )
+
+
+SMALL = (
+    _case("one step, uneven", 4, 300, 12, whole=False),
+    _case("fewer than asked", 3, 9, 12, whole=False),
+    _case("one level of maxima", 4, 4203, 12, whole=False),
+    _case("two levels of maxima, bf16", 4, 33000, 12, jnp.bfloat16, False),
+)
+MODEL = (
+    _case("512 of 64 x 131072", 64, 131072, 512),
+    _case("512 of 1 x 1M", 1, 1 << 20, 512),
+    _case("512 of 64 x 16384", 64, 16384, 512),
+    _case("2048 of 8 x 131072", 8, 131072, 2048),
+    _case("2048 of 1 x 1M, bf16", 1, 1 << 20, 2048, jnp.bfloat16),
+)

@@ -1,0 +1,168 @@
+"""Sparse attention's kernels: against float64 in interpret mode, the rows' PTX on a machine of its own, gradients."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from ptx import Machine
+
+from dsv41_jax import quant
+from pallas_kernels import BackendError
+from pallas_kernels.sparse_attention import cases, forward, kernel, reference, rows, sparse_attention, triton
+
+SMALL = {case.name: case for case in cases.SMALL}
+STORED = {"bf16": quant.unpack_bf16, "fp8": quant.unpack_fp8, "nvfp4": quant.unpack_nvfp4}
+TILES = {
+    "whole queries, two programs": replace(forward.H200, programs=2),
+    "keys split over programs": replace(forward.H200, programs=12),
+    "triton": triton.H200,
+}
+
+
+def error(value: np.ndarray, exact: np.ndarray) -> float:
+    """Of the worst query, as a share of its norm."""
+    difference = np.linalg.norm((np.asarray(value).astype(np.float64) - exact).reshape(len(exact), -1), axis=1)
+    return float((difference / np.maximum(np.linalg.norm(exact.reshape(len(exact), -1), axis=1), 1e-30)).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [*((name, "whole queries, two programs") for name in SMALL), ("packed, uneven lists", "keys split over programs"),
+     ("values", "triton")],
+)  # fmt: skip
+def test_kernel_is_as_near_to_float64_as_the_reference(name, tile):
+    case, shape = SMALL[name], cases.SMALL_SHAPES[name]
+    given = case.inputs(3)
+    o, lse = case.kernel(*given, tile=TILES[tile], interpret=True)
+    assert case.problems(given, (o, lse)) == []
+    exact, exact_lse = zip(*(cases.expected(given, b, t, shape.H**-0.5) for b, t in cases.sample(shape)), strict=True)
+    theirs, their_lse = case.reference(*given)
+    assert error(o.reshape(-1, *o.shape[2:]), np.stack(exact)) <= 1.5 * error(
+        theirs.reshape(-1, *o.shape[2:]), np.stack(exact)
+    )
+    np.testing.assert_allclose(lse.reshape(-1, shape.N), np.stack(exact_lse), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(their_lse.reshape(-1, shape.N), np.stack(exact_lse), rtol=0, atol=2e-6)
+
+
+def test_a_wrong_value_anywhere_is_a_problem():
+    case = SMALL["values"]
+    given = case.inputs(4)
+    o, lse = case.reference(*given)
+    assert case.problems(given, (o, lse)) == []
+    assert "o is off" in case.problems(given, (o.at[1, 1, 5].multiply(1.1), lse))[0]
+    assert "lse is off" in case.problems(given, (o, lse.at[0, 1, 7].add(1e-3)))[0]
+    assert "not finite" in case.problems(given, (o.at[0, 0, 0, 0].set(jnp.nan), lse))[0]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("name", list(STORED))
+def test_ptx_leaves_the_unpacked_rows_in_swizzled_tiles(name, half):
+    rng = np.random.default_rng(half)
+    count, first, tile, ids_at, table_at = 40, 7, 1024, 40960, 48
+    packed = random_rows(rng, name, count + first)
+    unpacked = (cases.values64(packed, 512) * 2.0 ** -rows.Format(name).down).astype(ml_dtypes.bfloat16)
+    ids = rng.integers(-1, count + 3, 64).astype(np.int32)  # above the table: clamped to its last row
+    ids[:4] = (-1, 0, count - 1, 10 * count)
+    shared = np.full(1 << 16, 0xAB, np.uint8)
+    shared[ids_at : ids_at + 256] = ids.view(np.uint8)
+    memory = np.concatenate([np.zeros(table_at, np.uint8), packed.reshape(-1)])
+    Machine([tile, table_at, ids_at, first, half], memory, shared).run(rows.Format(name).fetch_ptx(count))
+
+    chunks = shared[tile : tile + 64 * 512].reshape(8, 4, 8, 8, 16)  # eight keys, 64 channels, key, place, bytes
+    key = np.arange(8)
+    places = np.stack([chunks[:, :, k, key ^ k] for k in key], axis=2)
+    got = places.transpose(0, 2, 1, 3, 4).reshape(64, 512).view(np.uint16)
+    expected = np.where((ids >= 0)[:, None], unpacked[first + np.clip(ids, 0, count - 1)], ml_dtypes.bfloat16(0))
+    np.testing.assert_array_equal(got, expected[:, 256 * half : 256 * half + 256].view(np.uint16))
+    written = shared != 0xAB
+    assert not written[:tile].any() and not written[tile + 64 * 512 : ids_at].any()
+
+
+def random_rows(rng: np.random.Generator, name: str, count: int) -> np.ndarray:
+    """Rows of 512 channels of every code (but NaN) and a wide range of scales, as bytes."""
+    if name == "bf16":
+        return rng.standard_normal((count, 512)).astype(ml_dtypes.bfloat16).view(np.uint8)
+    codes, groups, low, high = (512, 16, 97, 140) if name == "fp8" else (256, 32, 1, 0x7F)
+    code, scale = rng.integers(0, 256, (count, codes)), rng.integers(low, high, (count, groups))
+    if name == "fp8":
+        code = np.where(code & 0x7F == 0x7F, code ^ 1, code)
+    return np.concatenate([code, scale], axis=1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("name", list(STORED))
+def test_cases_read_rows_as_the_model_does(name):
+    packed = random_rows(np.random.default_rng(2), name, 5)
+    model = np.asarray(STORED[name](jnp.asarray(packed), jnp.float32)).astype(np.float64)
+    np.testing.assert_array_equal(cases.values64(packed, 512), model)
+    if name != "bf16":
+        ours = {"fp8": cases.unpack_fp8, "nvfp4": cases.unpack_nvfp4}[name](jnp.asarray(packed), jnp.float32)
+        np.testing.assert_array_equal(ours, model)
+
+
+def test_gradients_are_as_near_to_float64_as_the_references():
+    shape = cases.SMALL_SHAPES["values"]
+    q, window, window_ids, main, main_ids, sink = cases.inputs(5, shape)
+    rng = np.random.default_rng(0)
+    do, dlse = rng.standard_normal(q.shape), rng.standard_normal(q.shape[:-1])
+
+    def gradient(function, dtype):
+        def value(q, window, main, sink):
+            o, lse = function(q, window, window_ids, main, main_ids, sink, scale=shape.H**-0.5)
+            return jnp.vdot(o, jnp.asarray(do, o.dtype)) + jnp.vdot(lse, jnp.asarray(dlse, lse.dtype))
+
+        return jax.jit(jax.grad(value, (0, 1, 2, 3)))(q.astype(dtype), window.astype(dtype), main.astype(dtype), sink)
+
+    ours = gradient(partial(kernel.sparse_attention, tile=TILES["triton"], interpret=True), jnp.bfloat16)
+    theirs = gradient(reference.sparse_attention, jnp.bfloat16)
+    exact = exact_gradient((q, window, window_ids, main, main_ids, sink), do, dlse, shape.H**-0.5)
+    for name, a, b, c in zip(("q", "window", "main", "sink"), ours, theirs, exact, strict=True):
+        assert np.isfinite(np.asarray(a)).all(), name
+        assert error(a[None], c[None]) <= 1.5 * error(b[None], c[None]), name
+
+
+def exact_gradient(given, do, dlse, scale):
+    """By the chain rule of the softmax, in float64, query by query."""
+    q, window, window_ids, main, main_ids, sink = (np.asarray(x) for x in given)
+    q, window, main, sink = (x.astype(np.float64) for x in (q, window, main, sink))
+    dq, dwindow, dmain, dsink = (np.zeros_like(x) for x in (q, window, main, sink))
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            w, m = (ids[b, t][ids[b, t] >= 0] for ids in (window_ids, main_ids))
+            keys = np.concatenate([window[b, w], main[b, m]])
+            o, lse = cases.attend64(q[b, t], keys, sink, scale)
+            p = np.exp(scale * q[b, t] @ keys.T - lse[:, None])
+            delta = (do[b, t] * o).sum(1) - dlse[b, t]
+            ds = p * (do[b, t] @ keys.T - delta[:, None]) * scale
+            dq[b, t] = ds @ keys
+            dkeys = ds.T @ q[b, t] + p.T @ do[b, t]
+            np.add.at(dwindow[b], w, dkeys[: len(w)])
+            np.add.at(dmain[b], m, dkeys[len(w) :])
+            dsink -= np.exp(sink - lse) * delta
+    return dq, dwindow, dmain, dsink
+
+
+def test_rows_and_queries_that_the_kernel_does_not_take_are_refused():
+    q = jnp.zeros((1, 1, 64, 512), jnp.bfloat16)
+    with pytest.raises(BackendError, match=r"no row of uint8\[272\]"):
+        rows.row_format(jnp.zeros((1, 4, 272), jnp.uint8), 512)
+    ids = jnp.zeros((1, 1, 4), jnp.int32)
+    with pytest.raises(BackendError, match="needs a GPU"):
+        sparse_attention(q, q[:, :, 0], ids, q[:, :, 0], ids, jnp.zeros(64), scale=0.1, backend="pallas")
+    with pytest.raises(BackendError, match="64 heads of 512"):
+        kernel._check(q[:, :, :32], interpret=False)
+    with pytest.raises(BackendError, match="bfloat16, not float32"):
+        kernel._check(q.astype(jnp.float32), interpret=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.MODEL, ids=[case.name for case in cases.MODEL])
+def test_model_shapes_on_a_gpu(case):
+    given = case.inputs(6)
+    first = jax.jit(case.kernel)(*given)
+    assert case.problems(given, first) == []
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(case.kernel)(*given), first)
