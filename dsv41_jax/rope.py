@@ -11,12 +11,13 @@ are another model. There is no attention-temperature factor.
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Float32
 
 from dsv41_jax.config import Config
-from pallas_kernels.formats import cast
+from pallas_kernels.rotary import rotate
+
+__all__ = ["frequencies", "layer_frequencies", "rotate", "yarn_frequencies"]
 
 
 def frequencies(dim: int, theta: float) -> Float32[np.ndarray, " pairs"]:
@@ -53,21 +54,3 @@ def layer_frequencies(cfg: Config, ratio: int) -> Float32[np.ndarray, " pairs"]:
         beta_slow=cfg.yarn_beta_slow,
         original=cfg.yarn_original_length,
     )
-
-
-def rotate(
-    x: Float[Array, "B T *heads H"],
-    positions: Int32[Array, "B T"],
-    freqs: Float32[np.ndarray, " pairs"],
-    *,
-    inverse: bool = False,
-) -> Float[Array, "B T *heads H"]:
-    """Rotate the last R channels of x by its positions' angles (back, with `inverse`); x's dtype is kept."""
-    rotary = 2 * freqs.shape[0]
-    angles = positions.astype(jnp.float32)[..., None] * freqs
-    angles = angles.reshape(*positions.shape, *(1,) * (x.ndim - 3), rotary // 2)
-    cos, sin = jnp.cos(angles), jnp.sin(-angles if inverse else angles)
-    still, turning = x[..., :-rotary], x[..., -rotary:].astype(jnp.float32)
-    even, odd = turning[..., 0::2], turning[..., 1::2]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return jnp.concatenate([still, cast(turned.reshape(*x.shape[:-1], rotary), x.dtype)], axis=-1)
