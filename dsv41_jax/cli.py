@@ -261,6 +261,14 @@ def profile(ckpt: str, batch: int, repeats: int, out: Path, numerics: str) -> No
     Console().print(rows)
 
 
+def lengths_of(text: str) -> list[int]:
+    """Comma-separated numbers of tokens. Raises ValueError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"tokens: {text!r} is not a comma-separated list of numbers of at least 1")
+    return [int(part) for part in parts]
+
+
 @app.command()
 @click.argument("ckpt")
 @click.option(
@@ -270,7 +278,7 @@ def profile(ckpt: str, batch: int, repeats: int, out: Path, numerics: str) -> No
 @numerics_option
 def context(ckpt: str, tokens: str, decode: int, numerics: str) -> None:
     """Measure time a token and peak memory at lengths of context, past the config's limit too."""
-    lengths = [int(length) for length in tokens.split(",")]
+    lengths = lengths_of(tokens)
     model = with_positions(load_model(ckpt, numerics), max(lengths) + decode)
     table = Table(box=None, pad_edge=False)
     for heading in ("tokens", "prefill s", "ms a token", "decode ms a token", "global cache", "peak memory so far"):

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from dsv41_jax import Model
-from dsv41_jax.cli import fail
+from dsv41_jax.cli import fail, lengths_of
 from dsv41_jax.quant import NUMERICS
 from parity import golden as golden_directories
 from parity import replay as replays
@@ -54,7 +54,7 @@ def replay(ckpt: str, tokens: str, prompts: int, numerics: str) -> None:
     """Measure what Bounded Replay changes in the logits behind prompts of CKPT."""
     model = Model.from_pretrained(ckpt, numerics=numerics)
     window = model.config.sliding_window
-    lengths = [int(n) for n in tokens.split(",")] if tokens else [window // 2, *(k * window for k in (1, 2, 3, 6))]
+    lengths = lengths_of(tokens) if tokens else [window // 2, *(k * window for k in (1, 2, 3, 6))]
     replays.show(replays.measure(model, lengths, prompts), Console())
 
 

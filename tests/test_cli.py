@@ -156,3 +156,10 @@ def test_demo_runs_in_a_process_of_its_own_and_streams_a_text():
     difference = float(done.stdout.split("largest absolute difference ")[1].split()[0])
     assert difference <= 1e-4
     assert "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize("given", ["abc", "12,", "0", "-3", "1.5"])
+def test_lengths_that_are_no_numbers_of_tokens_give_one_line(given):
+    with pytest.raises(ValueError, match=f"^tokens: '{given}' is not a comma-separated list of numbers of at least 1$"):
+        cli.lengths_of(given)
+    assert cli.lengths_of("8, 1024") == [8, 1024]
