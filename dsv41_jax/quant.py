@@ -18,38 +18,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.formats import e2m1_value, e8m0_value
 from pallas_kernels.rows import (
     pack_bf16,
     pack_fp8,
     pack_mxfp4,
     pack_nvfp4,
-    quantize_fp8,
-    quantize_mxfp4,
-    quantize_nvfp4,
+    round_fp8,
+    round_mxfp4,
+    round_nvfp4,
     unpack_bf16,
     unpack_fp8,
     unpack_mxfp4,
     unpack_nvfp4,
 )
-
-
-def round_fp8(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
-    """Fake-quantize as activations and window KV are: E4M3 in groups of 32."""
-    values, scale = quantize_fp8(x)
-    return (values.astype(jnp.float32) * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(x.dtype)
-
-
-def round_mxfp4(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
-    """Fake-quantize as index keys and queries are: E2M1 in groups of 32 with power-of-two scales."""
-    codes, scale = quantize_mxfp4(x)
-    return (e2m1_value(codes) * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(x.dtype)
-
-
-def round_nvfp4(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
-    """Fake-quantize as main KV entries are: E2M1 in groups of 16 with E4M3 scales."""
-    codes, scale = quantize_nvfp4(x)
-    return (e2m1_value(codes) * jnp.repeat(scale, 16, axis=-1)).astype(x.dtype)
 
 
 def keep(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -65,6 +65,24 @@ def quantize_nvfp4(x: Float[Array, "*lead K"]) -> tuple[UInt8[Array, "*lead K"],
     return e2m1_codes(groups, scale[..., None]).reshape(x.shape), scale
 
 
+def round_fp8(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
+    """Fake-quantize as activations and window KV are: E4M3 in groups of 32."""
+    values, scale = quantize_fp8(x)
+    return (values.astype(jnp.float32) * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(x.dtype)
+
+
+def round_mxfp4(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
+    """Fake-quantize as index keys and queries are: E2M1 in groups of 32 with power-of-two scales."""
+    codes, scale = quantize_mxfp4(x)
+    return (e2m1_value(codes) * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(x.dtype)
+
+
+def round_nvfp4(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
+    """Fake-quantize as main KV entries are: E2M1 in groups of 16 with E4M3 scales."""
+    codes, scale = quantize_nvfp4(x)
+    return (e2m1_value(codes) * jnp.repeat(scale, 16, axis=-1)).astype(x.dtype)
+
+
 def pack_e2m1(codes: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead half"]:
     """Two codes a byte, the even channel in the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)

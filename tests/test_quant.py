@@ -15,6 +15,7 @@ from dsv41_jax import quant
 from dsv41_jax.attention import Published
 from dsv41_jax.cache import Span, init_cache
 from pallas_kernels.formats import cast, dequantize_fp8
+from pallas_kernels.rows import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, lambda f: JITTED[f]], ids=["eager", "jit"])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -24,7 +25,7 @@ FAKE = {
     quant.round_nvfp4: "quant/nvfp4_block16_e4m3_dequant",
 }
 SHAPE = (40, 64)  # of every call, so that each function compiles once a dtype
-JITTED = {f: jax.jit(f) for f in (*FAKE, quant.quantize_fp8, quant.quantize_mxfp4, quant.quantize_nvfp4)}
+JITTED = {f: jax.jit(f) for f in (*FAKE, quantize_fp8, quantize_mxfp4, quantize_nvfp4)}
 FUNCTIONS = pytest.mark.parametrize("function", FAKE, ids=lambda f: f.__name__)
 
 
@@ -71,7 +72,7 @@ def test_fake_quantizers_equal_the_released_program_bit_for_bit(units, function,
 @WRAPS
 @DTYPES
 def test_fp8_codes_and_scales_equal_the_released_program(units, dtype, wrap):
-    values, scale = wrap(quant.quantize_fp8)(jnp.asarray(units["quant/x"]).astype(dtype))
+    values, scale = wrap(quantize_fp8)(jnp.asarray(units["quant/x"]).astype(dtype))
     assert values.dtype == jnp.float8_e4m3fn
     assert np.array_equal(np.asarray(values).view(np.uint8), units["quant/fp8_codes"])
     assert np.array_equal(np.asarray(values).astype(np.float32), units["quant/fp8_values"])
@@ -102,7 +103,7 @@ def test_quantizers_see_bf16_values_where_the_activations_are_bf16():  # pitfall
 
 @pytest.mark.parametrize(
     ("function", "least_scale"),
-    [(quant.quantize_fp8, 105), (quant.quantize_mxfp4, 1), (quant.quantize_nvfp4, 2.0**-9)],
+    [(quantize_fp8, 105), (quantize_mxfp4, 1), (quantize_nvfp4, 2.0**-9)],
     ids=["fp8", "mxfp4", "nvfp4"],
 )
 def test_zero_groups_give_code_zero_and_the_floors_scale(function, least_scale):  # pitfall 64

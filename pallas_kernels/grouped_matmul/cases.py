@@ -11,22 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.case import Case
-from pallas_kernels.formats import E2M1_VALUES, cast, dequantize_fp4, e8m0_ceil, e8m0_value, round_e4m3
+from pallas_kernels.formats import E2M1_VALUES, cast, dequantize_fp4
 from pallas_kernels.grouped_matmul import kernel, reference
 from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import plan_of
 from pallas_kernels.grouped_matmul.stream import Plan, Tile
+from pallas_kernels.rows import round_fp8
 
 LIMIT = 10.0
 CHECKED = 4  # tokens or experts of a large case
 TOLERANCE = 2.0**-8  # of a row's norm: the output's own rounding is a third of it, rounding points are the oracle's too
-
-
-def quantize(x: jax.Array) -> jax.Array:
-    """The model's activation quantizer: E4M3 in groups of 32 with E8M0 scales."""
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 32)
-    scale = e8m0_ceil(jnp.maximum(jnp.abs(groups).max(-1), np.float32(1e-4)) * np.float32(1 / 448))[..., None]
-    return (round_e4m3(groups * e8m0_value(254 - scale)) * e8m0_value(scale)).reshape(x.shape).astype(x.dtype)
 
 
 def _weight(key: jax.Array, shape: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +85,7 @@ def _grouped(
         keys = jax.random.split(key, 5)
         plan = plan_of(_sizes(keys[0], experts, busy, rows), total, used().widths[-1])
         room = total + 7 * min(experts, total) + used().widths[-1]
-        x = quantize(jax.random.normal(keys[1], (-(-room // 8) * 8, inner), jnp.bfloat16))
+        x = round_fp8(jax.random.normal(keys[1], (-(-room // 8) * 8, inner), jnp.bfloat16))
         weights = jax.random.uniform(keys[2], x.shape[:1], jnp.float32)
         first, second = (_weight(k, (experts, wide, inner)) for k in keys[3:])
         return (FP4.permute(x), weights, *plan, *first, *(second if launch == "up" else ()))
@@ -177,7 +171,7 @@ def _whole(
 
     def run(function: Any, x: Any, ids: Any, weights: Any, *w: Any, **options: Any) -> Any:
         pairs = w[:2], w[2:4], w[4:]
-        return function(x, ids, weights, *pairs, limit=LIMIT, round_input=quantize, **options)
+        return function(x, ids, weights, *pairs, limit=LIMIT, round_input=round_fp8, **options)
 
     def problems(given: tuple[Any, ...], output: Any) -> list[str]:
         x, ids, weights, *w = given

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from pallas_kernels.formats import cast, dequantize_fp4
+from pallas_kernels.formats import cast
+from pallas_kernels.rows import unpack_mxfp4
 from pallas_kernels.topk import reference as topk
 
 TILE = 2048  # entries scored at a time; a working set, not a limit
@@ -24,10 +25,7 @@ def index_scores(
 
 def unpack(rows: Shaped[Array, "*lead row"]) -> Float[Array, "*lead J"]:
     """Values of key rows: bfloat16 ones of packed FP4, or the rows themselves."""
-    if rows.dtype != jnp.uint8:
-        return rows
-    codes = rows.shape[-1] // 17 * 16
-    return dequantize_fp4(rows[..., :codes], rows[..., codes:], jnp.bfloat16)
+    return unpack_mxfp4(rows, jnp.bfloat16) if rows.dtype == jnp.uint8 else rows
 
 
 def mask_scores(

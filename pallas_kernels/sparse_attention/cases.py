@@ -15,25 +15,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.case import Case
-from pallas_kernels.formats import E2M1_VALUES, cast, e2m1_value, e8m0_value, unpack_e2m1
+from pallas_kernels.formats import E2M1_VALUES, cast
+from pallas_kernels.rows import unpack_fp8, unpack_nvfp4
 from pallas_kernels.sparse_attention import kernel, reference
 
 TOLERANCE = 2.0**-8  # of a query's norm: three times what the roundings above leave on random inputs
 LSE_TOLERANCE = 1e-4
-
-
-def unpack_fp8(row: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """H E4M3 codes, then H / 32 E8M0 scales."""
-    width = row.shape[-1] // 33 * 32
-    codes = jax.lax.bitcast_convert_type(row[..., :width], jnp.float8_e4m3fn).astype(jnp.float32)
-    return cast(codes * jnp.repeat(e8m0_value(row[..., width:]), 32, axis=-1), dtype)
-
-
-def unpack_nvfp4(row: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """H / 2 bytes of E2M1 pairs, low nibble the even channel, then H / 16 E4M3 scales."""
-    half = row.shape[-1] // 9 * 8
-    scale = jax.lax.bitcast_convert_type(row[..., half:], jnp.float8_e4m3fn).astype(jnp.float32)
-    return cast(e2m1_value(unpack_e2m1(row[..., :half])) * jnp.repeat(scale, 16, axis=-1), dtype)
 
 
 def values64(row: np.ndarray, width: int) -> np.ndarray:
