@@ -156,12 +156,3 @@ def random_parameters(cfg: Config, seed: int = 0) -> Transformer:
             value = (centre + 0.1 * rng.standard_normal(shape)).astype(leaf.dtype)
         flat[path] = leaf.replace(jnp.asarray(value))
     return nnx.merge(graph, nnx.from_flat_state(flat))
-
-
-def parameter_count(params: Transformer) -> int:
-    """Logical parameters: two for every byte of packed FP4, none for a scale."""
-    total = 0
-    for path, leaf in nnx.to_flat_state(nnx.state(params)):
-        if path[-1] != "scale":
-            total += leaf.size * (2 if leaf.dtype == jnp.uint8 else 1)
-    return total

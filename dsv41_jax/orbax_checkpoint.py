@@ -272,15 +272,3 @@ class OrbaxCheckpoint(Checkpoint):
                 if on_progress is not None:
                     on_progress(done, len(flat), name)
         return nnx.merge(graph, nnx.from_flat_state(flat))
-
-
-def restore(
-    path: str | Path,
-    placement: Placement = None,
-    *,
-    checksums: bool = True,
-    template: Transformer | None = None,
-    on_progress: Progress | None = None,
-) -> Transformer:
-    """`OrbaxCheckpoint.restore` of a directory."""
-    return OrbaxCheckpoint(path, checksums=checksums).restore(placement, template=template, on_progress=on_progress)

@@ -28,7 +28,7 @@ from dsv41_jax import Checkpoint, CheckpointError, ConfigError, atomic, cli, con
 from dsv41_jax.inventory import misplaced
 from dsv41_jax.loading import load_tables
 from dsv41_jax.model import abstract_parameters, random_parameters
-from dsv41_jax.orbax_checkpoint import OrbaxCheckpoint, is_orbax, restore
+from dsv41_jax.orbax_checkpoint import OrbaxCheckpoint, is_orbax
 from dsv41_jax.sharding import placements
 
 TINY = GOLDEN["tiny-full"]
@@ -144,7 +144,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
-from dsv41_jax.orbax_checkpoint import restore, OrbaxCheckpoint
+from dsv41_jax.orbax_checkpoint import OrbaxCheckpoint
 from dsv41_jax.model import abstract_parameters
 mesh = jax.make_mesh((1, 2), ("data", "expert"))
 checkpoint = OrbaxCheckpoint(sys.argv[1])
@@ -243,7 +243,7 @@ def test_nothing_is_cast_cut_or_left_unplaced(stored):  # pitfall 104
 def refused(directory: Path, said: str) -> None:
     """No restore takes it, and says why in one line."""
     with pytest.raises(CheckpointError) as caught:
-        restore(directory)
+        OrbaxCheckpoint(directory).restore()
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -286,7 +286,7 @@ def test_a_flipped_byte_in_any_file_is_refused(damaged):
         flip(file, random.Random(str(file)).random())
         refused(damaged, str(file.relative_to(damaged)))
         file.write_bytes(before)
-    restore(damaged)
+    OrbaxCheckpoint(damaged).restore()
 
 
 def test_an_incomplete_directory_is_refused(damaged):
@@ -304,7 +304,7 @@ def test_an_incomplete_directory_is_refused(damaged):
 def test_sizes_alone_still_refuse_what_orbax_cannot_read(damaged):
     flip(kinds(damaged)["metadata"], 0.0)
     with pytest.raises(CheckpointError, match=r"parameters/001\.0: Orbax cannot read it"):
-        restore(damaged, checksums=False)
+        OrbaxCheckpoint(damaged, checksums=False).restore()
 
 
 def test_a_nan_scale_or_a_deviation_of_the_source_is_named_and_nothing_appears(source, tmp_path):
@@ -427,7 +427,7 @@ def moments(count: int, seconds: float) -> list[float]:
 
 
 def parameters(directory: Path) -> dict:
-    return leaves(restore(directory))
+    return leaves(OrbaxCheckpoint(directory).restore())
 
 
 def test_killed_on_the_way_to_orbax_leaves_the_old_or_the_new(source, stored, live, tmp_path):
