@@ -1,6 +1,6 @@
 """Check and time the kernels on a GPU: `python -m pallas_kernels.bench [op[/case] ...]`.
 
-For each case of `<op>/cases.py`'s MODEL, with inputs drawn from a fresh seed:
+For each case of `<op>/cases.py`'s MODEL (or SMALL), with inputs drawn from a fresh seed:
 
     checked     outputs written over buffers full of NaN and -1, compared by the case's own float64 `problems`
     repeated    20 runs, compared bit by bit
@@ -14,8 +14,10 @@ Ceilings of the same run: a copy of 1 GiB (bytes read and written) and an 8192^3
 nbytes / copy and flops / product. The reference is timed under jit in the same way.
 
     --check-only         no timing            --repeats N   timings of each program, default 7
+    --small              not the model's sizes but the edges that the tests run, on the GPU: uneven, empty, ties, NaN
     --no-reference       only the kernels     --seed N      default: the clock
-    --out FILE.json      everything measured, rewritten after every case
+    --out FILE.json      everything measured, rewritten after every case; other cases that the same day, device and JAX
+                         left in it stay, each with its own ceilings
     --table FILE.json    no run: print the README's table from such a file
     --peers DIR          time other implementations too; may be given several times
 
@@ -60,9 +62,10 @@ def operations() -> list[str]:
     return sorted(path.parent.name for path in HERE.glob("*/cases.py"))
 
 
-def selected(wanted: Sequence[str]) -> Iterator[tuple[str, Case]]:
+def selected(wanted: Sequence[str], size: str = "MODEL") -> Iterator[tuple[str, Case]]:
     """(op, case) for `op` or `op/case` words, all without one; a word that fits nothing is an error."""
-    found = [(op, case) for op in operations() for case in importlib.import_module(f"pallas_kernels.{op}.cases").MODEL]
+    modules = {op: importlib.import_module(f"pallas_kernels.{op}.cases") for op in operations()}
+    found = [(op, case) for op, module in modules.items() for case in getattr(module, size)]
     for word in wanted:
         if not any(word in (op, f"{op}/{case.name}") for op, case in found):
             raise SystemExit(f"bench: {word!r} is not one of {', '.join(sorted({op for op, _ in found}))} or op/case")
@@ -201,8 +204,8 @@ def command_buffers(folder: Path) -> dict[str, int]:
 
 
 def calls_of(case: Case, rates: dict[str, float]) -> int:
-    """Calls that fill about 0.3 ms at one and a half times the floor."""
-    return max(4, min(32, math.ceil(300 / (1.5 * floor_us(case, rates) + 3))))
+    """Calls that fill about 0.3 ms at one and a half times the floor; XLA makes graphs of five launches and more."""
+    return max(5, min(32, math.ceil(300 / (1.5 * floor_us(case, rates) + 3))))
 
 
 def floor_us(case: Case, rates: dict[str, float]) -> float:
@@ -261,11 +264,12 @@ def time_peers(folders: Sequence[Path], op: str, case: Case, inputs: tuple[Any, 
 def measure(op: str, case: Case, options: argparse.Namespace, rates: dict[str, float], clock: Clock | None) -> dict:
     """Everything about one case, as it goes into the file."""
     result: dict[str, Any] = {"op": op, "case": case.name, "flops": case.flops, "nbytes": case.nbytes}
+    result |= {"seed": options.seed}
     try:
         inputs = jax.block_until_ready(case.inputs(options.seed))
         result |= check(case, inputs)
         if clock is not None:
-            result["floor_us"] = floor_us(case, rates)
+            result |= {"ceilings": rates, "floor_us": floor_us(case, rates)}
             result |= timings(case, inputs, rates, clock, not options.no_reference)
             result["peers"] = time_peers(options.peers, op, case, inputs, clock, calls_of(case, rates))
     except Exception as error:  # one case must not hide the others
@@ -284,13 +288,13 @@ def line(result: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """The README's table, in Markdown."""
-    rates, rows = report["ceilings"], []
+    rows = []
     for result in report["results"]:
         us = result.get("kernel", {}).get("us")
         if us is None:
             rows.append((result["op"], result["case"], *"-----", "; ".join(result["problems"]) or "-"))
             continue
-        work = f"{result['flops'] / us / 1e6:.0f} TFLOP/s" if compute_bound(result, rates) else _bandwidth(result, us)
+        work = f"{result['flops'] / us / 1e6:.0f} TFLOP/s" if compute_bound(result) else _bandwidth(result, us)
         others = {"reference": result.get("reference", {})} | result.get("peers", {})
         against = ", ".join(f"{name} {o['us'] / us:.2f} x" for name, o in others.items() if "us" in o)
         graphs = result["command_buffers"]
@@ -302,12 +306,20 @@ def table(report: dict[str, Any]) -> str:
         rows.append((result["op"], result["case"], _time(us), work, floor, against or "-", place, state or "differs"))
     head = ("op", "case", "time", "rate", "of its floor", "others' time over ours", "in CUDA graphs", "check")
     body = "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
-    ceiling = f"copy {rates['copy_tb_s']:.2f} TB/s, bf16 matmul {rates['matmul_tflop_s']:.0f} TFLOP/s"
+    measured = [result["ceilings"] for result in report["results"] if "ceilings" in result]
+    copy, product = ([rates[name] for rates in measured] for name in ("copy_tb_s", "matmul_tflop_s"))
+    ceiling = f"copy {_range(copy, '.2f')} TB/s, bf16 matmul {_range(product, '.0f')} TFLOP/s"
     return f"{report['device']}, JAX {report['jax']}, {report['date']}; {ceiling}.\n\n{body}"
 
 
-def compute_bound(result: dict[str, Any], rates: dict[str, float]) -> bool:
+def _range(values: Sequence[float], style: str) -> str:
+    low, high = (format(bound(values, default=math.nan), style) for bound in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def compute_bound(result: dict[str, Any]) -> bool:
     """Whether arithmetic, not bytes, sets the floor."""
+    rates = result["ceilings"]
     return result["flops"] / rates["matmul_tflop_s"] > result["nbytes"] / rates["copy_tb_s"]
 
 
@@ -324,6 +336,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description="Check and time the kernels.")
     parser.add_argument("ops", nargs="*", metavar="op[/case]")
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seed", type=int, default=int(time.time()) % (1 << 31))
@@ -339,24 +352,28 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.table is not None:
         print(table(json.loads(options.table.read_text())))
         return 0
-    cases = list(selected(options.ops))
+    cases = list(selected(options.ops, "SMALL" if options.small else "MODEL"))
     clock = None if options.check_only else Clock(options.repeats)
     rates = ceilings(clock) if clock is not None else {}
-    report = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "seed": options.seed,
-        "ceilings": rates,
-        "results": [],
-    }
-    print(report["device"], {name: round(rate, 2) for name, rate in rates.items()}, f"seed {options.seed}", flush=True)
+    here = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "date": time.strftime("%Y-%m-%d")}
+    print(here["device"], {name: round(rate, 2) for name, rate in rates.items()}, f"seed {options.seed}", flush=True)
+    kept = others(options.out, here, cases)
+    results = []
     for op, case in cases:
-        report["results"].append(measure(op, case, options, rates, clock))
-        print(line(report["results"][-1]), flush=True)
+        results.append(measure(op, case, options, rates, clock))
+        print(line(results[-1]), flush=True)
         if options.out is not None:
-            options.out.write_text(json.dumps(report, indent=1))
-    return int(any(r["problems"] or not r.get("repeats_identical", True) for r in report["results"]))
+            options.out.write_text(json.dumps(here | {"results": kept + results}, indent=1))
+    return int(any(r["problems"] or not r.get("repeats_identical", True) for r in results))
+
+
+def others(path: Path | None, here: dict[str, str], cases: Sequence[tuple[str, Case]]) -> list[dict[str, Any]]:
+    """What a file from the same day, device and JAX holds of cases other than these."""
+    report = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    if not report.items() >= here.items():
+        return []
+    again = {(op, case.name) for op, case in cases}
+    return [result for result in report["results"] if (result["op"], result["case"]) not in again]
 
 
 if __name__ == "__main__":

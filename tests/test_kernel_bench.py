@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import BackendError, aot, bench, target
 from pallas_kernels.case import Case
+from pallas_kernels.mhc import cases
 
 TILES = {"sm_90": "H200", "sm_103": "B300"}
 
@@ -137,7 +138,7 @@ def test_the_floor_is_the_larger_of_bytes_and_operations():
     assert bench.floor_us(replace(DOUBLE, nbytes=4e6, flops=0.0), RATES) == pytest.approx(1)
     assert bench.floor_us(replace(DOUBLE, nbytes=4e6, flops=1.6e9), RATES) == pytest.approx(2)
     assert bench.calls_of(DOUBLE, RATES) == 32
-    assert bench.calls_of(replace(DOUBLE, nbytes=4e9), RATES) == 4
+    assert bench.calls_of(replace(DOUBLE, nbytes=4e9), RATES) == 5
 
 
 THUNKS = """000: kCommandBuffer [source | next=003]
@@ -168,18 +169,20 @@ def test_a_peer_is_found_by_the_name_of_the_op(tmp_path):
 def result(**changes: object) -> dict:
     return {
         "op": "mhc", "case": "site", "flops": 0.0, "nbytes": 4e6, "problems": [], "repeats_identical": True,
-        "floor_us": 1.0, "kernel": {"us": 1.25, "spread": 0.01}, "no_graphs": {"us": 3.0, "spread": 0.1},
-        "reference": {"us": 5.0, "spread": 0.0}, "command_buffers": {"inside": 32, "outside": 0},
+        "ceilings": RATES, "floor_us": 1.0, "kernel": {"us": 1.25, "spread": 0.01},
+        "no_graphs": {"us": 3.0, "spread": 0.1}, "reference": {"us": 5.0, "spread": 0.0},
+        "command_buffers": {"inside": 32, "outside": 0},
         "peers": {"torch.compile": {"us": 2.5, "spread": 0.0}, "absent": {"error": "no library"}},
     } | changes  # fmt: skip
 
 
 def test_the_table_is_made_from_the_file_alone(tmp_path, capsys):
     failed = {"op": "topk", "case": "long", "flops": 0.0, "nbytes": 1.0, "problems": ["row 3 differs"]}
-    report = {"device": "H200", "jax": "0", "date": "2026-11-29", "ceilings": RATES, "results": [result(), failed]}
+    report = {"device": "H200", "jax": "0", "date": "2026-11-29", "results": [result(), failed]}
     (tmp_path / "r.json").write_text(json.dumps(report))
     assert bench.main(["--table", str(tmp_path / "r.json")]) == 0
-    *_, row, last = capsys.readouterr().out.strip().splitlines()
+    head, *_, row, last = capsys.readouterr().out.strip().splitlines()
+    assert head == "H200, JAX 0, 2026-11-29; copy 4.00 TB/s, bf16 matmul 800 TFLOP/s."
     against = "reference 4.00 x, torch.compile 2.00 x"
     assert row == f"| mhc | site | 1.2 us | 3.20 TB/s | 1.25 x | {against} | yes; 3.0 us without | ok |"
     assert last.endswith("| row 3 differs |")
@@ -188,6 +191,20 @@ def test_the_table_is_made_from_the_file_alone(tmp_path, capsys):
 def test_a_word_that_names_no_case_is_refused():
     with pytest.raises(SystemExit, match="'hmc' is not one of"):
         list(bench.selected(["hmc"]))
+
+
+def test_small_cases_are_the_ones_that_the_tests_run():
+    assert [case.name for _, case in bench.selected(["mhc"], "SMALL")] == [case.name for case in cases.SMALL]
+
+
+def test_a_second_run_keeps_the_other_cases_of_the_same_day_only(tmp_path):
+    here = {"device": "H200", "jax": "0", "date": "2026-11-29"}
+    left = [result(), result(case="other")]
+    (tmp_path / "r.json").write_text(json.dumps(here | {"results": left}))
+    again = [("mhc", replace(DOUBLE, name="site"))]
+    assert [kept["case"] for kept in bench.others(tmp_path / "r.json", here, again)] == ["other"]
+    assert bench.others(tmp_path / "r.json", here | {"date": "2026-11-30"}, again) == []
+    assert bench.others(tmp_path / "absent.json", here, again) == []
 
 
 def test_the_console_line_says_what_is_wrong():
