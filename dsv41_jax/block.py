@@ -53,22 +53,12 @@ class Block(nnx.Module):
         self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale = hyper_connection(cfg)
         self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale = hyper_connection(cfg)
 
-    def coefficients(
-        self, x: Float[Array, "B T M D"], site: str, num: Numerics
-    ) -> tuple[Float32[Array, "B T M"], Float32[Array, "B T M"], Float32[Array, "B T M M"]]:
-        """(pre, post, comb) of this block's `attn` or `ffn` site."""
-        fn, scale, base = (getattr(self, f"hc_{site}_{part}")[...] for part in ("fn", "scale", "base"))
+    def hyper(self, site: str, num: Numerics) -> dict[str, Any]:
+        """The arguments of `mhc` that belong to this block's `attn` or `ffn` site."""
         cfg = self.cfg
-        return mhc.coefficients(
-            x,
-            fn,
-            scale,
-            base,
-            iterations=cfg.hc_sinkhorn_iters,
-            eps=cfg.rms_norm_eps,
-            hc_eps=cfg.hc_eps,
-            backend=num.backend,
-        )
+        weights = {part: getattr(self, f"hc_{site}_{part}")[...] for part in ("fn", "scale", "base")}
+        sizes = {"iterations": cfg.hc_sinkhorn_iters, "eps": cfg.rms_norm_eps, "hc_eps": cfg.hc_eps}
+        return weights | sizes | {"backend": num.backend}
 
     def attention_input(
         self, x: Float[Array, "B T M D"], mix: Float32[Array, "B T M"], num: Numerics
@@ -85,13 +75,13 @@ class Block(nnx.Module):
         num: Numerics,
     ) -> tuple[Float[Array, "B T M D"], Float32[Array, "B T M"], Carried, dict[str, Array]]:
         """(streams, next mix, what `attend` carries, taps): the attention site, then the expert site."""
-        pre, post, comb = self.coefficients(x, "attn", num)
+        pre, post, comb = mhc.coefficients(x, **self.hyper("attn", num))
         seen = self.attention_input(x, mix, num)
         y, carried = attend(seen)
-        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
 
-        next_mix, post, comb = self.coefficients(x, "ffn", num)
-        y = self.ffn_norm(cast(mhc.collapse(x, pre, backend=num.backend), num.dtype), num)
+        x, y, next_mix, post, comb = mhc.site(
+            x, y, post, comb, pre, self.ffn_norm.weight[...], **self.hyper("ffn", num)
+        )
         y, taps = self.ffn(y, image, num)
         x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
         return x, next_mix, carried, taps | {"attn_in": seen, "pre_mix": next_mix, "out": x}

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from dsv41_jax.quant import Numerics
+from pallas_kernels.block_linear import block_linear
 from pallas_kernels.formats import cast, dequantize_fp8
 
 
@@ -56,4 +57,4 @@ class QuantizedLinear(nnx.Module):
         return dequantize_fp8(self.weight[...], self.scale[...], dtype)
 
     def __call__(self, x: Float[Array, "*lead K"], num: Numerics) -> Float[Array, "*lead N"]:
-        return cast(product(num.activation(x), self.dense(num.dtype)), num.dtype)
+        return block_linear(num.activation(x), self.weight[...], self.scale[...], backend=num.backend)

@@ -25,10 +25,10 @@ from dsv41_jax.orbax_checkpoint import OrbaxCheckpoint, is_orbax
 from dsv41_jax.programs import REJECTION
 from dsv41_jax.quant import numerics as numerics_named
 from dsv41_jax.schedule import CostTable
+from dsv41_jax.sharding import check_backend
 from dsv41_jax.speculate import Speculation
 from dsv41_jax.steps import Steps
 from dsv41_jax.vision import ImageSource, Patches
-from pallas_kernels import require_xla
 
 
 class Model(Steps):
@@ -77,15 +77,16 @@ class Model(Steps):
 
         numerics: "reference" (as released: bfloat16, FP8 activations, quantized caches), "float32" (nothing
         quantized but the weights), "cachequant" (float32 with quantized caches), "fast" ("reference" with caches
-        packed to bytes: 890 a token), "fast-fp8", "fast-bf16". backend: "xla". mesh: with axes `data` and `expert`;
-        experts and batches are split over them (`sharding`), and a process reads only its part. engram: where the
-        tables lie, "mmap", "host", "device" or "sharded" over the mesh. `on_progress(done, total, name)` follows the
-        load; `loaded`, a dict, fills during it, and given again after an error or an interrupt spares what is in it.
-        Raises ConfigError, CheckpointError or, for the mesh, ValueError with one line that names what is wrong.
+        packed to bytes: 890 a token), "fast-fp8", "fast-bf16". backend: "xla", or "pallas" for the kernels, on one GPU
+        that has tiles and in bfloat16. mesh: with axes `data` and `expert`; experts and batches are split over them
+        (`sharding`), and a process reads only its part. engram: where the tables lie, "mmap", "host", "device" or
+        "sharded" over the mesh. `on_progress(done, total, name)` follows the load; `loaded`, a dict, fills during it,
+        and given again after an error or an interrupt spares what is in it.
+        Raises ConfigError, CheckpointError, BackendError or, for the mesh, ValueError, in one line that says why.
         """
         check_placement(engram, mesh)
-        numerics_named(numerics)
-        require_xla("this model", backend)
+        numerics_named(numerics, backend)
+        check_backend(backend, mesh)
         if is_orbax(path_or_name):
             if loaded is not None:
                 raise ValueError("loaded: an Orbax checkpoint cannot go on from a part of it; leave `loaded` out")

@@ -25,7 +25,7 @@ from dsv41_jax.generate import nucleus, row_keys
 from dsv41_jax.model import Transformer, forward
 from dsv41_jax.quant import Numerics
 from dsv41_jax.replay import Tail, decode, encode
-from dsv41_jax.sharding import lay, mesh_of
+from dsv41_jax.sharding import check_backend, lay, mesh_of
 from dsv41_jax.verify import verify_block, verify_greedy, verify_standard
 from dsv41_jax.vision import encode as encode_image
 
@@ -44,6 +44,7 @@ class Programs:
     def __init__(self, cfg: Config, params: Transformer, num: Numerics):
         self.cfg, self.num = cfg, num
         self.leaves, self._structure = jax.tree.flatten(params)  # flat: a step need not walk the modules
+        check_backend(num.backend, mesh_of(self.leaves))
         self.step = self._compiled(self._step, static_argnames=("taps", "last_only", "replay"), donate_argnames="cache")
         self.encode = self._compiled(self._encode, donate_argnames=("cache", "tail"))
         self.decode = self._compiled(self._decode, donate_argnames="cache")

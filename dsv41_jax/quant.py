@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import BackendError
 from pallas_kernels.rows import (
     pack_bf16,
     pack_fp8,
@@ -31,6 +32,7 @@ from pallas_kernels.rows import (
     unpack_mxfp4,
     unpack_nvfp4,
 )
+from pallas_kernels.target import use_kernel
 
 
 def keep(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -102,7 +104,13 @@ NUMERICS = {
 
 def numerics(name: str, backend: str = "xla") -> Numerics:
     """By name: `float32` (no quantizer), `cachequant` (float32 with quantized caches), `reference` (as released),
-    `fast` (the same with caches packed to bytes), `fast-fp8` and `fast-bf16` (with caches of those formats)."""
+    `fast` (the same with caches packed to bytes), `fast-fp8` and `fast-bf16` (with caches of those formats).
+
+    Raises BackendError for backend "pallas" where its kernels cannot run: without a GPU that has tiles, or in float32.
+    """
     if name not in NUMERICS:
         raise ValueError(f"numerics: {name!r} is not one of {', '.join(map(repr, NUMERICS))}")
-    return replace(NUMERICS[name], backend=backend)
+    num = replace(NUMERICS[name], backend=backend)
+    if use_kernel("the model", backend, "mosaic") and num.dtype != _BFLOAT16:
+        raise BackendError(f"backend 'pallas': kernels take bfloat16 activations, numerics {name!r} has {num.dtype}")
+    return num

@@ -17,6 +17,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import BackendError
+
 MESH_AXES = ("data", "expert")
 Path = tuple[Any, ...]  # of a parameter: ("layers", 3, "ffn", "experts", "w1", "weight")
 
@@ -69,6 +71,12 @@ def placements(params: nnx.Module, mesh: Mesh | AbstractMesh) -> dict[Path, Name
         more = f" (and {len(uneven) - 1} more parameters)" if len(uneven) > 1 else ""
         raise ValueError(uneven[0] + more)
     return found
+
+
+def check_backend(backend: str, mesh: Mesh | AbstractMesh | None) -> None:
+    """Raise BackendError for kernels on several devices: automatic partitioning cannot split them."""
+    if backend == "pallas" and mesh is not None and mesh.size > 1:
+        raise BackendError(f"backend 'pallas': kernels run on one device, the mesh has {mesh.size}; use backend='xla'")
 
 
 def rows_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -33,7 +33,6 @@ from dsv41_jax.vision import (
     span_starts,
     window_patches,
 )
-from pallas_kernels import require_xla
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
 # Taps whose axis 1 counts the compressed entries that a call finishes; that of all others counts tokens.
@@ -55,7 +54,6 @@ class Steps:
         if config.engram_layer_ids and memory is None:
             raise ValueError(f"memory: None, but layers {config.engram_layer_ids} read Engram tables")
         self.config, self.params, self.memory = config, params, memory
-        require_xla("this model", backend)
         self.numerics = numerics_named(numerics, backend)
         self.programs = Programs(config, params, self.numerics)
 

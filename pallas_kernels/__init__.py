@@ -7,11 +7,3 @@ reference under XLA; "pallas" runs the kernel, and raises where there is none. N
 
 class BackendError(NotImplementedError):
     """The asked backend cannot run an operation here; the message says which and why."""
-
-
-def require_xla(op: str, backend: str) -> None:
-    """Raise unless `backend` names the one that this op has."""
-    if backend == "pallas":
-        raise BackendError(f"backend 'pallas': {op} has no kernel yet; use backend='xla'")
-    if backend != "xla":
-        raise ValueError(f"backend: {backend!r} is not one of 'xla', 'pallas'")

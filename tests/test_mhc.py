@@ -12,6 +12,7 @@ from dsv41_jax.config import Config
 from dsv41_jax.model import abstract_parameters, forward
 from dsv41_jax.quant import numerics
 from pallas_kernels import mhc
+from pallas_kernels.mhc import reference
 from pallas_kernels.mhc.reference import sinkhorn, split_coefficients
 
 SIZES = {"iterations": 20, "eps": 1e-20, "hc_eps": 1e-6}
@@ -152,13 +153,13 @@ def test_each_sublayer_reads_the_mix_of_the_site_before_and_the_head_the_last(mo
             expected.append(sigmoid(base[:4].astype(np.float64)) + 1e-6)
 
     def run(tokens):
-        seen, collapse = [], mhc.collapse
+        seen, collapse = [], reference.collapse
 
-        def record(x, pre, **options):
+        def record(x, pre):
             seen.append(pre)
-            return collapse(x, pre, **options)
+            return collapse(x, pre)
 
-        monkeypatch.setattr(mhc, "collapse", record)
+        monkeypatch.setattr(reference, "collapse", record)
         forward(params, tokens, init_cache(cfg, 1, 8, num), cfg, num=num)
         return seen
 
@@ -182,7 +183,7 @@ def test_blocks_take_iterations_and_epsilons_from_the_config():  # pitfalls 8, 1
     x, fn, scale, base = site(5, cfg.hidden_size)
     x *= np.float32(1e-3)
     block.hc_ffn_fn[...], block.hc_ffn_scale[...], block.hc_ffn_base[...] = (jnp.asarray(a) for a in (fn, scale, base))
-    ours = block.coefficients(jnp.asarray(x)[None], "ffn", numerics("float32"))
+    ours = mhc.coefficients(jnp.asarray(x)[None], **block.hyper("ffn", numerics("float32")))
     expected = exact_coefficients(x, fn, scale, base, iterations=2, eps=1e-6, hc_eps=1e-3)
     for value, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(value[0], wanted, rtol=1e-5)

@@ -9,11 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import random_model, small_config
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 
 from dsv41_jax import quant
 from dsv41_jax.attention import Published
 from dsv41_jax.cache import Span, init_cache
+from pallas_kernels import BackendError
 from pallas_kernels.formats import cast, dequantize_fp8
 from pallas_kernels.rows import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
@@ -233,7 +235,17 @@ def test_numerics_by_name_switch_the_quantizers_of_the_released_program():
         given = jnp.asarray(x, dtype)
         for quantizer, expected in zip((num.activation, num.window, num.main, num.index), rule, strict=True):
             assert np.array_equal(bits(quantizer(given)), bits(expected(given)))
-    assert quant.numerics("reference", "pallas").backend == "pallas"
+
+
+def test_kernels_want_a_gpu_and_bfloat16():
+    with pytest.raises(BackendError, match="the model needs a GPU"):
+        quant.numerics("reference", "pallas")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))):
+        assert quant.numerics("fast", "pallas").backend == "pallas"
+        with pytest.raises(BackendError, match="numerics 'cachequant' has float32"):
+            quant.numerics("cachequant", "pallas")
+    with pytest.raises(ValueError, match="backend: 'cuda' is not one of"):
+        quant.numerics("fast", "cuda")
 
 
 def test_unknown_numerics_raise_and_list_the_known():

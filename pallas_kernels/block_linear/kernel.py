@@ -20,6 +20,7 @@ No gradient: the reference has one.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import jax
@@ -55,6 +56,7 @@ def splits_of(rows: int, columns: int, tile: Tile) -> int:
     return max(fitting, default=1)
 
 
+@partial(jax.jit, static_argnames=("tile", "interpret"))  # a model traces it once a shape
 def block_linear(
     x: Float[Array, "*lead K"],
     weight: Float[Array, "N K"],

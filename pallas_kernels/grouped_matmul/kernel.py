@@ -101,6 +101,7 @@ def _swiglu(gate: Array, up: Array, limit: float) -> Array:
     return gate / (1 + jnp.exp(-gate)) * jnp.minimum(jnp.maximum(up, -limit), limit)
 
 
+@partial(jax.jit, static_argnames=("limit", "round_input", "tile", "interpret"))  # a model traces it once a shape
 def experts(
     x: Float[Array, "T D"],
     ids: Int32[Array, "T A"],
