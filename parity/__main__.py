@@ -1,5 +1,6 @@
-"""`python -m parity golden DIR [DIR ...]`, `python -m parity replay CKPT`."""
+"""`python -m parity golden DIR [DIR ...]`, `python -m parity replay CKPT`, `python -m parity backend`."""
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ from rich.console import Console
 from dsv41_jax import Model
 from dsv41_jax.cli import fail, lengths_of
 from dsv41_jax.quant import NUMERICS
+from pallas_kernels import BackendError
+from pallas_kernels.bench import Clock
+from parity import backend as backends
 from parity import golden as golden_directories
 from parity import replay as replays
 from parity.table import FAIL, Row, show
@@ -58,10 +62,30 @@ def replay(ckpt: str, tokens: str, prompts: int, numerics: str) -> None:
     replays.show(replays.measure(model, lengths, prompts), Console())
 
 
+@app.command()
+@click.option("--numerics", default="fast", show_default=True, type=click.Choice(list(NUMERICS)))
+@click.option("--prompt", default=300, show_default=True, type=click.IntRange(1, 512), help="tokens of each prompt")
+@click.option("--experts", default=16, show_default=True, help="routed experts of a layer")
+@click.option("--batch", default=(1, 64), show_default=True, multiple=True, type=click.IntRange(min=1), help="decoded")
+def backend(numerics: str, prompt: int, experts: int, batch: tuple[int, ...]) -> None:
+    """On a GPU: the model on the kernels against XLA, and the time of a decode step; exit 1 if they are further off."""
+    backends.numerics(numerics, "pallas")
+    cfg = backends.released(n_routed_experts=experts)
+    params = backends.parameters(cfg, 0)
+    rows = backends.compare(cfg, params, numerics, prompt=prompt, decoded=3, batch=8)
+    show(f"five layers, {experts} experts, {numerics}: error against float32", rows, Console(width=160))
+    clock = Clock(5)
+    for rows_of, name in itertools.product(batch, ("pallas", "xla")):
+        timed = backends.decode(cfg, params, backends.numerics(numerics, name), rows_of, clock)
+        places = f"{timed['inside']} launches in command buffers, {timed['outside']} outside"
+        print(f"decode step of {rows_of:3}, {name:6}: {timed['us'] / 1e3:.3f} ms +-{timed['spread']:.0%}; {places}")
+    sys.exit(1 if any(row.verdict == FAIL for row in rows) else 0)
+
+
 if __name__ == "__main__":
     try:
         app.main(standalone_mode=False)
     except click.ClickException as error:
         fail(error.format_message())
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, BackendError) as error:
         fail(str(error))
