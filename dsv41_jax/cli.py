@@ -48,9 +48,16 @@ prefill_option = click.option(
     type=click.Choice(["full", "replay"]),
     help="replay: an approximation that runs the upper layers on the end of the prompt alone",
 )
-numerics_option = click.option(
-    "--numerics", default="reference", show_default=True, type=click.Choice(list(NUMERICS)), help="arithmetic by name"
-)
+
+
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--numerics and --backend, as `load_model` takes them."""
+    for name, default, choices, what in (
+        ("--backend", "xla", ("xla", "pallas"), "pallas: the GPU kernels"),
+        ("--numerics", "reference", tuple(NUMERICS), "arithmetic by name"),
+    ):
+        command = click.option(name, default=default, show_default=True, type=click.Choice(choices), help=what)(command)
+    return command
 
 
 @contextmanager
@@ -66,10 +73,10 @@ def progress(what: str, counter: ProgressColumn) -> Iterator[Callable[[int, int,
         yield advance
 
 
-def load_model(path: str, numerics: str) -> Model:
+def load_model(path: str, numerics: str, backend: str) -> Model:
     """`Model.from_pretrained` behind a progress bar."""
     with progress("loading", MofNCompleteColumn()) as advance:
-        return Model.from_pretrained(path, numerics=numerics, on_progress=advance)
+        return Model.from_pretrained(path, numerics=numerics, backend=backend, on_progress=advance)
 
 
 @contextmanager
@@ -189,11 +196,11 @@ def convert(src: str, dst: str, to: str | None, overwrite: bool) -> None:
 @click.option("--draft", is_flag=True, help="let the drafter guess ahead; the output keeps its distribution")
 @click.option("--cost", type=click.Path(path_type=Path), help="cost table of `dsv41 profile`: verify what pays")
 @prefill_option
-@numerics_option
-def generate(ckpt: str, prompt: str, numerics: str, cost: Path | None, **sampling: Any) -> None:
+@model_options
+def generate(ckpt: str, prompt: str, numerics: str, backend: str, cost: Path | None, **sampling: Any) -> None:
     """Continue a text, streaming it to stdout."""
     table = None if cost is None else CostTable.read(cost)
-    model = load_model(ckpt, numerics)
+    model = load_model(ckpt, numerics, backend)
     with waiting("prefill") as ready:
         stream_text(model, prompt, on_first=ready, cost=table, **sampling)
 
@@ -210,7 +217,7 @@ def generate(ckpt: str, prompt: str, numerics: str, cost: Path | None, **samplin
 @click.option("--seed", default=0, show_default=True)
 @click.option("--draft", is_flag=True, help="let the drafter guess ahead")
 @prefill_option
-@numerics_option
+@model_options
 def chat(
     ckpt: str,
     message: str | None,
@@ -218,10 +225,11 @@ def chat(
     images: tuple[str, ...],
     effort: str | None,
     numerics: str,
+    backend: str,
     **options: Any,
 ) -> None:
     """Talk to the model; reasoning goes to stderr, answers to stdout."""
-    model = load_model(ckpt, numerics)
+    model = load_model(ckpt, numerics, backend)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     turns: Iterable[str] = sys.stdin if message is None else [message]
 
@@ -247,10 +255,10 @@ def chat(
 @click.option("--batch", default=1, show_default=True, help="sequences decoded together")
 @click.option("--repeats", default=5, show_default=True, help="the median of so many runs counts")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON file to write")
-@numerics_option
-def profile(ckpt: str, batch: int, repeats: int, out: Path, numerics: str) -> None:
+@model_options
+def profile(ckpt: str, batch: int, repeats: int, out: Path, numerics: str, backend: str) -> None:
     """Measure what verifying and drafting cost on this machine, for `generate --cost`."""
-    model = load_model(ckpt, numerics)
+    model = load_model(ckpt, numerics, backend)
     with waiting("measuring"):
         table = measure_costs(model, batch, repeats)
     table.write(out)
@@ -275,11 +283,11 @@ def lengths_of(text: str) -> list[int]:
     "--tokens", default="1024,8192,65536", show_default=True, help="comma-separated lengths, short ones first"
 )
 @click.option("--decode", default=64, show_default=True, help="tokens decoded behind each")
-@numerics_option
-def context(ckpt: str, tokens: str, decode: int, numerics: str) -> None:
+@model_options
+def context(ckpt: str, tokens: str, decode: int, numerics: str, backend: str) -> None:
     """Measure time a token and peak memory at lengths of context, past the config's limit too."""
     lengths = lengths_of(tokens)
-    model = with_positions(load_model(ckpt, numerics), max(lengths) + decode)
+    model = with_positions(load_model(ckpt, numerics, backend), max(lengths) + decode)
     table = Table(box=None, pad_edge=False)
     for heading in ("tokens", "prefill s", "ms a token", "decode ms a token", "global cache", "peak memory so far"):
         table.add_column(heading, justify="right")
@@ -330,8 +338,8 @@ def stream_text(
 @click.option(
     "--taps", default="", help="comma-separated names of intermediates, e.g. layers.3.out,layers.3.index_topk"
 )
-@numerics_option
-def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str) -> None:
+@model_options
+def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str, backend: str) -> None:
     """Write the logits of token ids to a file, with any intermediates; the file is complete or absent."""
     try:
         with np.load(tokens) as file:
@@ -342,7 +350,7 @@ def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str) -> None:
         raise click.ClickException(f"{tokens}: is not an .npz file ({error})") from None
     if not Path(out).parent.is_dir():
         raise click.ClickException(f"{out}: its directory does not exist")
-    model = load_model(ckpt, numerics)
+    model = load_model(ckpt, numerics, backend)
     with waiting("forward pass"):
         values, seen = model(ids, taps=[name for name in taps.split(",") if name])
         arrays = {name: to_host(value) for name, value in {"logits": values, **seen}.items()}

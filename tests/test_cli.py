@@ -113,6 +113,7 @@ def test_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         (["generate", "tiny"], "--prompt"),
         (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "many"], "many"),
         (["generate", "tiny", "--prompt", "a", "--numerics", "float16"], "float16"),
+        (["generate", "tiny", "--prompt", "a", "--backend", "pallas"], "needs a GPU, the default device is cpu"),
         (["generate", "tiny", "--prompt", "a", "--top-p", "0"], "top_p: 0.0"),
         (["generate", "tiny", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0"),
         (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "100000"], "max_position_embeddings 128"),

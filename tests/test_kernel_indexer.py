@@ -93,6 +93,16 @@ def test_what_no_kernel_takes_is_refused_in_one_line():
         kernel.select(q.astype(jnp.float32), keys, weights, visible, count=4, tile=cases.TINY)
     with pytest.raises(BackendError, match="blocks of 4"):
         kernel.select(q, keys, weights, visible, count=4, size=4, tile=cases.TINY)
+    with pytest.raises(BackendError, match="pools of 24 entries are not in multiples of 128"):
+        rows.score(q, keys, weights, visible, jnp.zeros((1, 3, 3), jnp.int32), interpret=True)
+
+
+@pytest.mark.parametrize("blocks", [6, 16, 48])  # a part of a tile, one tile, three: no whole span
+def test_pools_of_any_length_select_as_the_reference(blocks):
+    given = cases.inputs(blocks, 2, 2, 500, True, blocks)
+    want = reference.select(*given, count=40)
+    found = kernel.select(*given, count=40, tile=cases.TINY, interpret=True)
+    np.testing.assert_array_equal(found[0], want[0])
 
 
 @pytest.mark.gpu

@@ -233,7 +233,8 @@ SMALL = (
     _scores("scores of four queries and two sequences, bf16", (2, 4, 130, False), _tiled_scores),
     _scores("scores of many queries, uneven", (1, 32, 130), _tiled_scores),
     _select("select of three queries, with candidates", (1, 3, 200, True, 0), 16, 4),
-    _select("select from pools", (1, 3, 200, True, 6), 24),
+    _select("select from pools, a part of a tile", (1, 3, 200, True, 6), 24),
+    _select("select from pools, three tiles", (1, 3, 500, True, 48), 24),
 )
 MODEL = (
     _scores("prefill 2048 x 65536", (1, 2048, 65536, True, 0, True), _tiled_scores),

@@ -130,6 +130,9 @@ def select(
     tile = tile or for_target(TILES)
     batch, tokens = visible.shape
     unit = _unit(tokens, tile)
+    if blocks is not None:  # to whole tiles: a kernel reads past a shorter list
+        short = -blocks.shape[2] % (tile.few.keys // topk.FACTOR)
+        blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, short)), constant_values=-1)
     entries = keys.shape[1] if blocks is None else blocks.shape[2] * topk.FACTOR
     most = max(SCRATCH // (batch * entries * unit), -(-MANY // unit) if tokens >= MANY else 1) * unit
     groups = -(-tokens // most)

@@ -121,8 +121,8 @@ def load_rows(k_ref, first: Array, live: Array | None, rows: int, start: int, co
     return plt.load(part, mask=jnp.broadcast_to(live[:, None], shape), other=jnp.asarray(0, k_ref.dtype))
 
 
-def _score(*refs, keys: int, size: int, pooled: bool, interpret: bool) -> None:
-    """Scores and maxima of `span` keys for the queries of one program."""
+def _score(*refs, keys: int, size: int, places: int, pooled: bool, interpret: bool) -> None:
+    """Scores and maxima of `span` keys, as far as there are `places`, for the queries of one program."""
     q_ref, w_ref, visible_ref, k_ref, *rest = refs
     blocks_ref = rest.pop(0) if pooled else None
     score_ref, fine_ref, coarse_ref = rest
@@ -162,7 +162,7 @@ def _score(*refs, keys: int, size: int, pooled: bool, interpret: bool) -> None:
         score = jnp.where(seen, score, -jnp.inf).astype(jnp.bfloat16)
         score_ref[:, pl.ds(i * keys, keys)] = score.T
 
-    last = jnp.int32(span) if pooled else jnp.clip(jnp.minimum(jnp.max(visible), size) - first, 0, span)
+    last = jnp.clip((places if pooled else jnp.minimum(jnp.max(visible), size)) - first, 0, span)
     tiles = (last + keys - 1) // keys
     lax.fori_loop(0, tiles, tile, None)
     if not interpret:
@@ -192,8 +192,8 @@ def score(
 ) -> Levels:
     """Scores [B T, S'] and their maxima of chunks of 8 and 64: of all rows, or of the blocks of 8 of each query.
 
-    S' is S (or 8 K) in whole tiles. Entries that a query does not see are -inf or, past the last tile that its
-    program needs, left as they are.
+    S' is S in whole tiles, or 8 K, which must be whole tiles. Entries that a query does not see are -inf or, past the
+    last tile that its program needs, left as they are.
     """
     (batch, tokens, heads, width), size = q.shape, rows.shape[1]
     if 1 << 31 < rows.nbytes <= 1 << 32 and rows.dtype == jnp.uint8:
@@ -203,6 +203,8 @@ def score(
         raise BackendError(f"indexer: {tokens} queries are not a multiple of {queries}")
     entries = size if blocks is None else blocks.shape[2] * 8
     keys = tile.keys if queries == 1 else tile.keys // 2
+    if blocks is not None and entries % keys:
+        raise BackendError(f"indexer: pools of {entries} entries are not in multiples of {keys}")
     padded = pl.cdiv(entries, keys) * keys
     span = max(min(tile.span, pl.next_power_of_2(padded)), keys)
     while span > keys and batch * tokens // queries * (padded // span) < tile.programs:
@@ -218,7 +220,9 @@ def score(
         specs.append(pl.BlockSpec((None, span // 8), lambda r, j: (r, j)))
         given.append(blocks.reshape(batch * tokens, -1))
     levels = pl.pallas_call(
-        functools.partial(_score, keys=keys, size=size, pooled=blocks is not None, interpret=bool(interpret)),
+        functools.partial(
+            _score, keys=keys, size=size, places=padded, pooled=blocks is not None, interpret=bool(interpret)
+        ),
         grid=(batch * tokens // queries, pl.cdiv(padded, span)),
         in_specs=specs,
         out_specs=[pl.BlockSpec((queries, span // n), lambda r, j: (r, j)) for n in (1, 8, 64)],
