@@ -26,10 +26,11 @@ from dsv41_jax.cache import LayerCache, Span, push_ring, window_ids, write_entri
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.indexer import Indexer
-from dsv41_jax.linear import QuantizedLinear, parameter, product
+from dsv41_jax.linear import QuantizedLinear, parameter
 from dsv41_jax.norm import RMSNorm
 from dsv41_jax.quant import Numerics
 from dsv41_jax.rope import layer_frequencies, rotate
+from pallas_kernels.block_linear import block_diagonal
 from pallas_kernels.formats import cast
 from pallas_kernels.sparse_attention import sparse_attention
 
@@ -127,11 +128,9 @@ class Attention(nnx.Module):
 
     def project_out(self, o: Float[Array, "B T N H"], num: Numerics) -> Float[Array, "B T D"]:
         """The block-diagonal Wo_a, whose input the released program does not quantize, then Wo_b."""
-        groups, rank = self.cfg.o_groups, self.cfg.o_lora_rank
-        grouped = o.reshape(*o.shape[:2], groups, -1)
-        blocks = self.wo_a.dense(num.dtype).reshape(groups, rank, -1)
-        low = [cast(product(grouped[:, :, g], blocks[g]), num.dtype) for g in range(groups)]
-        return self.wo_b(jnp.concatenate(low, axis=-1), num)
+        grouped = o.reshape(*o.shape[:2], self.cfg.o_groups, -1)
+        low = block_diagonal(grouped, self.wo_a.weight[...], self.wo_a.scale[...], backend=num.backend)
+        return self.wo_b(low.reshape(*o.shape[:2], -1), num)
 
     def __call__(
         self, x: Float[Array, "B T D"], published: Published, cache: LayerCache, span: Span, num: Numerics

@@ -5,7 +5,6 @@
 A quantized weight stays quantized until the product: E4M3 with one E8M0 scale per 32x32 block.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from dsv41_jax.quant import Numerics
 from pallas_kernels.block_linear import block_linear
-from pallas_kernels.formats import cast, dequantize_fp8
+from pallas_kernels.formats import cast
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> nnx.Param:
@@ -51,10 +50,6 @@ class QuantizedLinear(nnx.Module):
     def __init__(self, out: int, inner: int, axes: tuple[str, str]):
         self.weight = parameter((out, inner), jnp.float8_e4m3fn, axes)
         self.scale = parameter((-(-out // 32), -(-inner // 32)), jnp.float8_e8m0fnu, axes)
-
-    def dense(self, dtype: DTypeLike) -> Float[jax.Array, "N K"]:
-        """The weight's values, exact in bfloat16 and float32."""
-        return dequantize_fp8(self.weight[...], self.scale[...], dtype)
 
     def __call__(self, x: Float[Array, "*lead K"], num: Numerics) -> Float[Array, "*lead N"]:
         return block_linear(num.activation(x), self.weight[...], self.scale[...], backend=num.backend)

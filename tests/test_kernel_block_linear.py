@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41_jax.linear import QuantizedLinear
+from dsv41_jax.linear import QuantizedLinear, product
 from dsv41_jax.quant import numerics
 from pallas_kernels import BackendError
-from pallas_kernels.block_linear import block_linear, cases, kernel
+from pallas_kernels.block_linear import block_diagonal, block_linear, cases, kernel
+from pallas_kernels.formats import cast, dequantize_fp8
 from pallas_kernels.grouped_matmul import fragments
 
 
@@ -27,14 +28,20 @@ def test_kernel_agrees_with_float64_at_model_shapes(case):
 
 
 @pytest.mark.parametrize("name", ["float32", "reference"])
-def test_the_public_function_is_the_models_layer(name):
+def test_the_models_layer_is_one_product_with_the_dequantized_matrix(name):
     num = numerics(name)
     layer = QuantizedLinear(96, 64, ("out", "in"))
     _, weight, scale = cases._case("ragged", 3, 64, 96).inputs(2)
     layer.weight[...], layer.scale[...] = weight, jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
     x = jax.random.normal(jax.random.key(0), (2, 3, 64), num.dtype)
-    expected = np.asarray(layer(x, num))
-    np.testing.assert_array_equal(np.asarray(block_linear(num.activation(x), weight, scale)), expected)
+    expected = cast(product(num.activation(x), dequantize_fp8(weight, scale, num.dtype)), num.dtype)
+    np.testing.assert_array_equal(np.asarray(layer(x, num)), np.asarray(expected))
+
+
+def test_row_blocks_are_layers_of_their_own():
+    x, weight, scale = cases._case("blocks", 3, 64, 96, groups=2).inputs(3)
+    expected = [block_linear(x[:, g], weight[96 * g :][:96], scale[3 * g :][:3]) for g in range(2)]
+    np.testing.assert_array_equal(np.asarray(block_diagonal(x, weight, scale)), np.stack(expected, axis=1))
 
 
 def test_fragments_are_the_weights_in_the_order_of_permute():

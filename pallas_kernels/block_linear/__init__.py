@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.block_linear import reference
 from pallas_kernels.target import use_kernel
 
-__all__ = ["block_linear"]
+__all__ = ["block_diagonal", "block_linear"]
 
 
 def block_linear(
@@ -23,3 +23,18 @@ def block_linear(
 
         return kernel.block_linear(x, weight, scale)
     return reference.block_linear(x, weight, scale)
+
+
+def block_diagonal(
+    x: Float[Array, "*lead G K"], weight: Float[Array, "GN K"], scale: Shaped[Array, "n k"], *, backend: str = "xla"
+) -> Float[jax.Array, "*lead G N"]:
+    """y[g] = x[g] W[g]^T with W[g] rows g N .. g N + N - 1 of W: as `block_linear`, each group with its own rows.
+
+    The kernel reads all of W in one launch. Source: the released program's grouped output projection (`wo_a`), whose
+    input is not quantized; config keys o_groups, o_lora_rank.
+    """
+    if use_kernel("block_linear.block_diagonal", backend, "mosaic"):
+        from pallas_kernels.block_linear import kernel
+
+        return kernel.block_diagonal(x, weight, scale)
+    return reference.block_diagonal(x, weight, scale)

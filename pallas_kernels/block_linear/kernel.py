@@ -6,7 +6,8 @@ times the bytes: 109 us for 1280 -> 32768 with 64 rows on an H200, where the flo
 **Numerics.** E4M3 times a power of two is exact in bfloat16; products and sums are float32, rounded once. With `splits`
 the columns are summed in parts, and those in ascending order. E4M3 NaN codes read as 480.
 
-**Tiling.** `grouped_matmul.stream` with one group: a block of threads takes 256 rows of the matrix, 128 for each
+**Tiling.** `grouped_matmul.stream`, whose experts are the row blocks of `block_diagonal`, one of a whole matrix: a
+block of threads takes 256 rows of the matrix, 128 for each
 multiplying warpgroup, and all rows of x up to the tile's width. A matrix of fewer rows than `blocks` x 256 would leave
 multiprocessors idle, so its columns are split, and XLA adds the parts. Many rows of x: neighbouring blocks of threads
 share rows of the matrix and take turns over x.
@@ -56,7 +57,6 @@ def splits_of(rows: int, columns: int, tile: Tile) -> int:
     return max(fitting, default=1)
 
 
-@partial(jax.jit, static_argnames=("tile", "interpret"))  # a model traces it once a shape
 def block_linear(
     x: Float[Array, "*lead K"],
     weight: Float[Array, "N K"],
@@ -66,24 +66,39 @@ def block_linear(
     interpret: bool = False,
 ) -> Float[jax.Array, "*lead N"]:
     """See `pallas_kernels.block_linear.block_linear`."""
-    (rows, columns), lead = weight.shape, x.shape[:-1]
-    tokens = prod(lead)
+    return block_diagonal(x[..., None, :], weight, scale, tile=tile, interpret=interpret)[..., 0, :]
+
+
+@partial(jax.jit, static_argnames=("tile", "interpret"))  # a model traces it once a shape
+def block_diagonal(
+    x: Float[Array, "*lead G K"],
+    weight: Float[Array, "GN K"],
+    scale: Shaped[Array, "n k"],
+    *,
+    tile: Tile | None = None,
+    interpret: bool = False,
+) -> Float[jax.Array, "*lead G N"]:
+    """See `pallas_kernels.block_linear.block_diagonal`."""
+    *lead, groups, columns = x.shape
+    tokens, rows = prod(lead), weight.shape[0] // groups
     tiles = target_tile({"sm_90": H200, "sm_103": B300})
     tile = tile or (tiles.few if tokens <= tiles.few.widths[-1] else tiles.many)
     _check(x, rows, columns, tile)
     if tokens == 0:
-        return jnp.zeros((*lead, rows), x.dtype)
+        return jnp.zeros((*lead, groups, rows), x.dtype)
     width = next((w for w in tile.widths if w >= tokens), tile.widths[-1])
     count = -(-tokens // width)
-    flat = FP8.permute(jnp.pad(x.reshape(tokens, columns), ((0, count * width - tokens), (0, 0))))
-    start = jnp.arange(count, dtype=jnp.int32) * width
-    plan = Plan(jnp.zeros_like(start), start, jnp.minimum(tokens - start, width), jnp.full(1, count, jnp.int32))
-    splits = splits_of(rows, columns, tile) if count == 1 else 1
+    of_group = jnp.swapaxes(x.reshape(tokens, groups, columns), 0, 1)
+    flat = jnp.pad(of_group, ((0, 0), (0, count * width - tokens), (0, 0))).reshape(-1, columns)
+    number = jnp.arange(groups * count, dtype=jnp.int32)
+    live = jnp.minimum(tokens - number % count * width, width)
+    plan = Plan(number // count, number * width, live, jnp.full(1, groups * count, jnp.int32))
+    splits = splits_of(groups * rows, columns, tile) if count == 1 else 1
     codes = jax.lax.bitcast_convert_type(weight, jnp.uint8)
     scales = scale if scale.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scale, jnp.uint8)
     y = stream(
-        flat,
-        (codes[None], scales[None]),
+        FP8.permute(flat),
+        (codes.reshape(groups, rows, columns), scales.reshape(groups, -1, scales.shape[1])),
         None,
         plan,
         form=FP8,
@@ -95,7 +110,8 @@ def block_linear(
     )
     if splits > 1:
         y = y.reshape(splits, -1, rows).sum(axis=0).astype(x.dtype)
-    return y[:tokens].reshape(*lead, rows)
+    y = y.reshape(groups, -1, rows)[:, :tokens]
+    return jnp.swapaxes(y, 0, 1).reshape(*lead, groups, rows)
 
 
 def _check(x: Array, rows: int, columns: int, tile: Tile) -> None:
