@@ -2,7 +2,8 @@
 
     y = x W^T    accumulated in float32, rounded once to the activation dtype
 
-A quantized weight stays quantized until the product: E4M3 with one E8M0 scale per 32x32 block.
+A quantized weight stays quantized until the product (`pallas_kernels.block_linear`): E4M3 with one E8M0 scale per 32x32
+block.
 """
 
 import jax.numpy as jnp

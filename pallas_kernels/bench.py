@@ -3,7 +3,7 @@
 For each case of `<op>/cases.py`'s MODEL (or SMALL), with inputs drawn from a fresh seed:
 
     checked     outputs written over buffers full of NaN and -1, compared by the case's own float64 `problems`
-    repeated    20 runs, compared bit by bit
+    repeated    20 runs, compared bit by bit, unless the case says that they may differ
     timed       device time per call: `count` calls in one compiled program, one after the other, on rotating copies of
                 the inputs so that the L2 cache holds none of them. A long copy is queued before the programs, so that
                 the host has queued them all when the first one starts: time = (long queue - short queue) / calls
@@ -54,6 +54,7 @@ HERE = Path(__file__).parent
 L2_BYTES = 160 << 20  # inputs rotate over more than this: several times what a GPU's L2 cache keeps
 COPY = Case("copy", lambda _: (jnp.ones(1 << 28, jnp.float32),), lambda x: x + 1, lambda x: x + 1, lambda _, __: [])
 SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}  # no call overlaps the one before it
+REPEATS = {True: "ok", None: "ok, runs may differ", False: "runs differ"}
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 
 
@@ -189,8 +190,8 @@ def check(case: Case, inputs: tuple[Any, ...], repeats: int = 20) -> dict[str, A
         return run(jax.tree.map(poison, shapes), *inputs)
 
     first = once()
-    same = all(bool(identical(first, once())) for _ in range(repeats))
     problems = case.problems(inputs, jax.device_get(first))
+    same = all(bool(identical(first, once())) for _ in range(repeats)) if case.repeatable else None
     return {"problems": problems, "repeats_identical": same}
 
 
@@ -281,7 +282,7 @@ def measure(op: str, case: Case, options: argparse.Namespace, rates: dict[str, f
 def line(result: dict[str, Any]) -> str:
     """One case on one line."""
     verdict = "; ".join(result["problems"]) or "ok"
-    verdict += "" if result.get("repeats_identical", True) else ", repeated runs differ"
+    verdict += ", repeated runs differ" if result.get("repeats_identical") is False else ""
     kernel = result.get("kernel", {})
     time_ = f"{kernel['us']:9.1f} us +-{kernel['spread']:4.0%}" if "us" in kernel else kernel.get("error", "")
     return f"{result['op']}/{result['case']:28} {time_} {verdict}"
@@ -299,12 +300,12 @@ def table(report: dict[str, Any]) -> str:
         others = {"reference": result.get("reference", {})} | result.get("peers", {})
         against = ", ".join(f"{name} {o['us'] / us:.2f} x" for name, o in others.items() if "us" in o)
         graphs = result["command_buffers"]
-        state = "ok" if not result["problems"] and result["repeats_identical"] else "; ".join(result["problems"])
+        state = "; ".join(result["problems"]) or REPEATS[result["repeats_identical"]]
         floor = f"{us / result['floor_us']:.2f} x" if result["floor_us"] else "-"
         place = "yes" if graphs["inside"] and not graphs["outside"] else f"{graphs['outside']} outside"
         if "us" in result["no_graphs"]:
             place += f"; {_time(result['no_graphs']['us'])} without"
-        rows.append((result["op"], result["case"], _time(us), work, floor, against or "-", place, state or "differs"))
+        rows.append((result["op"], result["case"], _time(us), work, floor, against or "-", place, state))
     head = ("op", "case", "time", "rate", "of its floor", "others' time over ours", "in CUDA graphs", "check")
     body = "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
     measured = [result["ceilings"] for result in report["results"] if "ceilings" in result]
@@ -365,7 +366,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(line(results[-1]), flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(here | {"results": kept + results}, indent=1))
-    return int(any(r["problems"] or not r.get("repeats_identical", True) for r in results))
+    return int(any(r["problems"] or r.get("repeats_identical") is False for r in results))
 
 
 def others(path: Path | None, here: dict[str, str], cases: Sequence[tuple[str, Case]]) -> list[dict[str, Any]]:

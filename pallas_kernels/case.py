@@ -16,7 +16,7 @@ class Case:
 
     `problems(inputs, output)` compares an output with float64 arithmetic in NumPy, or exactly where the result is
     codes or ids, and says what is wrong, a line each; an empty list passes. `flops` and `nbytes` are the least work:
-    each input read once, each output written once.
+    each input read once, each output written once. `repeatable`: equal inputs give equal bits, else the op says why.
     """
 
     name: str
@@ -26,3 +26,4 @@ class Case:
     problems: Callable[[tuple[Any, ...], Any], list[str]]
     flops: float = 0.0
     nbytes: float = 0.0
+    repeatable: bool = True

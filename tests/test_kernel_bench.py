@@ -102,6 +102,7 @@ def test_a_check_finds_wrong_rows_and_runs_that_differ():
         return x + jax.pure_callback(lambda: np.float32(next(count)), shape)
 
     assert bench.check(replace(DOUBLE, kernel=drifting), inputs, repeats=1)["repeats_identical"] is False
+    assert bench.check(replace(DOUBLE, repeatable=False), inputs) == {"problems": [], "repeats_identical": None}
 
 
 def test_poison_is_nan_or_all_ones():
