@@ -73,7 +73,7 @@ def progress(what: str, counter: ProgressColumn) -> Iterator[Callable[[int, int,
         yield advance
 
 
-def load_model(path: str, numerics: str, backend: str) -> Model:
+def load_model(path: str, numerics: str, backend: str = "xla") -> Model:
     """`Model.from_pretrained` behind a progress bar."""
     with progress("loading", MofNCompleteColumn()) as advance:
         return Model.from_pretrained(path, numerics=numerics, backend=backend, on_progress=advance)

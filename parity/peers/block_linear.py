@@ -1,21 +1,28 @@
-"""torch.compile of an FP8 layer: dequantize by 32 x 32 blocks, then a bfloat16 product."""
+"""torch.compile of an FP8 layer: dequantize by 32 x 32 blocks, then a bfloat16 product, or one for each row block."""
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import torch
 
-from parity.peers.graphs import captured
+from parity.peers.formats import e8m0
+from parity.peers.graphs import Formula, captured, compiled
 
 
-def linear(x, codes, scale):
-    weight = codes.view(torch.float8_e4m3fn).float()
-    factor = torch.exp2(scale.float() - 127).repeat_interleave(32, 0).repeat_interleave(32, 1)
-    return x @ (weight * factor).bfloat16().T
+def linear(x, weight, scale):
+    rows, columns = weight.shape
+    factor = e8m0(scale).repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+    dense = (weight.float() * factor).bfloat16()
+    if x.ndim == 2:
+        return x @ dense.T
+    return torch.bmm(x.transpose(0, 1), dense.unflatten(0, (x.shape[1], -1)).mT).transpose(0, 1)
+
+
+def formula(case: Any, compile: Callable[[Formula], Formula]) -> Formula:
+    """What the case computes, of its own arrays."""
+    return compile(linear)
 
 
 def peers(case: Any, inputs: tuple[Any, ...]) -> dict[str, Callable[[int], None]]:
     """The benchmark's interface."""
-    x, weight, scale = inputs
-    return {"torch.compile": captured(linear, x, jax.lax.bitcast_convert_type(weight, "uint8"), scale)}
+    return {"torch.compile": captured(formula(case, compiled), *inputs)}

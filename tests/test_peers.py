@@ -1,0 +1,85 @@
+"""The benchmark's PyTorch formulas compute what the kernels compute: run without their compiler on small shapes.
+
+PyTorch is no dependency of the suite: `pytest -m parity tests/test_peers.py` where it is installed.
+"""
+
+import importlib
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.block_linear import cases as block_linear
+from pallas_kernels.grouped_matmul import cases as grouped_matmul
+from pallas_kernels.indexer import cases as indexer
+from pallas_kernels.indexer import reference
+from pallas_kernels.mhc import cases as mhc
+from pallas_kernels.pack import cases as pack
+from pallas_kernels.sparse_attention import cases as sparse_attention
+from pallas_kernels.topk import cases as topk
+
+pytestmark = pytest.mark.parity
+WHOLE = [("block_linear", case) for case in block_linear.SMALL]
+WHOLE += [("grouped_matmul", case) for case in grouped_matmul.SMALL[:2]]
+WHOLE += [("mhc", case) for case in mhc.SMALL] + [("sparse_attention", case) for case in sparse_attention.SMALL]
+
+
+def peer(op: str):
+    """(its module, tensor: what hands it an array)."""
+    return importlib.import_module(f"parity.peers.{op}"), importlib.import_module("parity.peers.graphs").tensor
+
+
+def output(op: str, case, inputs, **options) -> object:
+    module, tensor = peer(op)
+    given = module.arrays(inputs) if hasattr(module, "arrays") else map(tensor, inputs)
+    return jax.tree.map(jax.numpy.from_dlpack, module.formula(case, lambda formula: formula)(*given, **options))
+
+
+@pytest.mark.parametrize(("op", "case"), WHOLE, ids=lambda x: getattr(x, "name", x))
+def test_a_peer_passes_the_cases_own_check(op, case):
+    inputs = case.inputs(5)
+    assert case.problems(inputs, output(op, case, inputs)) == []
+
+
+@pytest.mark.parametrize("case", pack.SMALL, ids=lambda case: case.name)
+def test_packed_rows_have_the_bytes_that_the_formats_say(case):
+    inputs = case.inputs(6)
+    assert case.problems(inputs, output("pack", case, inputs)[:, :-1]) == []
+
+
+def test_torch_topk_takes_the_values_that_a_sort_takes():
+    case = topk._case("12 of 4 x 300", 4, 300, 12)
+    x, lengths = case.inputs(7)
+    ids = np.asarray(output("topk", case, (x, lengths)))
+    np.testing.assert_array_equal(np.sort(np.take_along_axis(np.asarray(x), ids, 1)), np.sort(x)[:, -12:])
+
+
+def test_index_scores_are_the_references_bit_for_bit():
+    case = indexer._scores("prefill 70 x 130", (1, 70, 130), reference.index_scores)
+    q, keys, weights, visible = case.inputs(8)
+    expected = reference.index_scores(q, reference.unpack(keys)[:, None], weights)
+    np.testing.assert_array_equal(output("indexer", case, (q, keys, weights, visible)).astype(np.float32), expected)
+
+
+def chosen(scores, ids) -> np.ndarray:
+    """Scores of chosen places in ascending order, -inf where there is none: what a choice among equals leaves open."""
+    ids = np.asarray(ids)
+    return np.sort(np.where(ids < 0, -np.inf, np.take_along_axis(np.asarray(scores), np.maximum(ids, 0), -1)))
+
+
+@pytest.mark.parametrize(("name", "pool", "blocks"), [("select", 0, 0), ("candidates", 0, 4), ("pools", 6, 0)])
+def test_a_selection_takes_scores_as_high_as_the_references(name, pool, blocks):
+    case = indexer._select(f"select, {name}", (2, 3, 200, True, pool, True), 16, blocks)
+    inputs = case.inputs(9)
+    q, keys, weights = inputs[:3]
+    options = {"candidates": blocks} if not pool else {}
+    ids, ours = output("indexer", case, inputs, count=16, **options)
+    expected, theirs = partial(reference.select, count=16, candidates=blocks)(*inputs)
+    scores = reference.index_scores(q, reference.unpack(keys)[:, None], weights)
+    np.testing.assert_array_equal(chosen(scores, ids), chosen(scores, expected))
+    assert (np.diff(ids, axis=-1) > 0).all()
+    if blocks:
+        best = np.asarray(scores).reshape(2, 3, -1, 8).max(-1)
+        best[..., -1] = np.inf
+        np.testing.assert_array_equal(chosen(best, ours), chosen(best, theirs))
