@@ -6,6 +6,7 @@ Prefill, a chunk of a prefill and a decode step are this one function with a dif
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -135,24 +136,31 @@ def abstract_parameters(cfg: Config) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(cfg))
 
 
+def spread(path: tuple[Any, ...], leaf: Any) -> tuple[float, float]:
+    """(centre, deviation) of a random parameter that keeps activations of unit scale, and every bias and gate in use.
+    Of E8M0 scales: one code. Packed weights (uint8) are any bytes."""
+    name, shape = str(path[-1]), leaf.shape
+    if name == "scale":
+        codes = 3.0 if len(shape) == 3 else 1.0  # random E2M1 codes against unit normal E4M3 values
+        return 127.0 - round(math.log2(codes * (32 * shape[-1]) ** 0.5)), 0.0
+    if len(shape) > 1 and name not in ("q_weight", "k_weight"):
+        unit = leaf.dtype == jnp.float8_e4m3fn or path[0] == "embed"
+        return 0.0, 1.0 if unit else shape[-1] ** -0.5
+    return float(name.endswith(("weight", "_scale"))), 0.1
+
+
 def random_parameters(cfg: Config, seed: int = 0) -> Transformer:
-    """Parameters for tests and benchmarks: stored dtypes, activations of unit scale, every bias and gate in use."""
+    """Parameters for tests and benchmarks, in their stored dtypes."""
     graph, state = nnx.split(abstract_parameters(cfg))
     rng = np.random.default_rng(seed)
     flat = dict(nnx.to_flat_state(state))
     for path, leaf in flat.items():
-        name, shape = str(path[-1]), leaf.shape
+        centre, deviation = spread(path, leaf)
         if leaf.dtype == jnp.uint8:
-            value = rng.integers(0, 256, shape, np.uint8)
-        elif name == "scale":
-            spread = 3.0 if len(shape) == 3 else 1.0  # random E2M1 codes against unit normal E4M3 values
-            value = np.full(shape, 127 - round(math.log2(spread * (32 * shape[-1]) ** 0.5)), np.uint8).view(leaf.dtype)
-        elif len(shape) > 1 and name != "q_weight" and name != "k_weight":
-            quantized = leaf.dtype == jnp.float8_e4m3fn
-            fan_in = 1 if quantized or path[0] == "embed" else shape[-1]
-            value = (rng.standard_normal(shape) * fan_in**-0.5).astype(leaf.dtype)
+            value = rng.integers(0, 256, leaf.shape, np.uint8)
+        elif leaf.dtype == jnp.float8_e8m0fnu:
+            value = np.full(leaf.shape, centre, np.uint8).view(leaf.dtype)
         else:
-            centre = 1.0 if name.endswith(("weight", "_scale")) else 0.0
-            value = (centre + 0.1 * rng.standard_normal(shape)).astype(leaf.dtype)
+            value = (centre + deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
         flat[path] = leaf.replace(jnp.asarray(value))
     return nnx.merge(graph, nnx.from_flat_state(flat))

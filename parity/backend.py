@@ -7,7 +7,6 @@ decides a comparison; of several prompts the median counts, since one flipped ex
 are random: they need no checkpoint, and say nothing about one.
 """
 
-import math
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +22,7 @@ from jaxtyping import Array
 
 from dsv41_jax import Config
 from dsv41_jax.cache import init_cache
-from dsv41_jax.model import Transformer, abstract_parameters
+from dsv41_jax.model import Transformer, abstract_parameters, spread
 from dsv41_jax.programs import Programs
 from dsv41_jax.quant import NUMERICS, Numerics, numerics
 from pallas_kernels.bench import Clock, command_buffers
@@ -51,22 +50,17 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: Any, centre: float, devia
 
 
 def parameters(cfg: Config, seed: int) -> Transformer:
-    """As `model.random_parameters`, drawn on the device: those widths take minutes on a host."""
+    """As `model.random_parameters`, drawn on the device: these widths take minutes on a host."""
     graph, state = nnx.split(abstract_parameters(cfg))
     flat = dict(nnx.to_flat_state(state))
     for number, (path, leaf) in enumerate(flat.items()):
-        key, name, shape = jax.random.fold_in(jax.random.key(seed), number), str(path[-1]), leaf.shape
+        key, (centre, deviation) = jax.random.fold_in(jax.random.key(seed), number), spread(path, leaf)
         if leaf.dtype == jnp.uint8:
-            value = jax.random.bits(key, shape, jnp.uint8)
-        elif name == "scale":
-            spread = 3.0 if len(shape) == 3 else 1.0  # random E2M1 codes against unit normal E4M3 values
-            code = 127 - round(math.log2(spread * (32 * shape[-1]) ** 0.5))
-            value = jax.lax.bitcast_convert_type(jnp.full(shape, code, jnp.uint8), leaf.dtype)
-        elif len(shape) > 1:
-            unit = leaf.dtype == jnp.float8_e4m3fn or path[0] == "embed"
-            value = _normal(key, shape, leaf.dtype, 0.0, 1.0 if unit else shape[-1] ** -0.5)
+            value = jax.random.bits(key, leaf.shape, jnp.uint8)
+        elif leaf.dtype == jnp.float8_e8m0fnu:
+            value = jax.lax.bitcast_convert_type(jnp.full(leaf.shape, centre, jnp.uint8), leaf.dtype)
         else:
-            value = _normal(key, shape, leaf.dtype, float(name.endswith(("weight", "_scale"))), 0.1)
+            value = _normal(key, leaf.shape, leaf.dtype, centre, deviation)
         flat[path] = leaf.replace(value)
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
