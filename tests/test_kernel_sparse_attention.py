@@ -1,7 +1,6 @@
 """Sparse attention's kernels: against float64 in interpret mode, the rows' PTX on a machine of its own, gradients."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,12 @@ from ptx import Machine
 
 from dsv41_jax import quant
 from pallas_kernels import BackendError
-from pallas_kernels.sparse_attention import cases, forward, kernel, reference, rows, sparse_attention, triton
+from pallas_kernels.sparse_attention import cases, forward, kernel, rows, sparse_attention, triton
 
 SMALL = {case.name: case for case in cases.SMALL}
 STORED = {"bf16": quant.unpack_bf16, "fp8": quant.unpack_fp8, "nvfp4": quant.unpack_nvfp4}
 TILES = {
+    "whole queries, one program": replace(forward.H200, programs=1),
     "whole queries, two programs": replace(forward.H200, programs=2),
     "keys split over programs": replace(forward.H200, programs=12),
     "triton": triton.H200,
@@ -31,8 +31,9 @@ def error(value: np.ndarray, exact: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("name", "tile"),
-    [*((name, "whole queries, two programs") for name in SMALL), ("packed, uneven lists", "keys split over programs"),
-     ("values", "triton")],
+    [("values", "whole queries, two programs"), ("packed, uneven lists", "whole queries, two programs"),
+     ("no main rows", "whole queries, two programs"), ("odd number of blocks", "whole queries, one program"),
+     ("packed, uneven lists", "keys split over programs"), ("values", "triton")],
 )  # fmt: skip
 def test_kernel_is_as_near_to_float64_as_the_reference(name, tile):
     case, shape = SMALL[name], cases.SMALL_SHAPES[name]
@@ -70,7 +71,15 @@ def test_ptx_leaves_the_unpacked_rows_in_swizzled_tiles(name, half):
     shared = np.full(1 << 16, 0xAB, np.uint8)
     shared[ids_at : ids_at + 256] = ids.view(np.uint8)
     memory = np.concatenate([np.zeros(table_at, np.uint8), packed.reshape(-1)])
-    Machine([tile, table_at, ids_at, first, half], memory, shared).run(rows.Format(name).fetch_ptx(count))
+    fmt, operands = rows.Format(name), [table_at, ids_at, first, half]
+    if fmt.words:  # read into registers first
+        reading = Machine([0] * fmt.words + operands, memory, shared)
+        reading.run(fmt.load_ptx(count))
+        writing = Machine([tile], memory, shared)
+        writing.registers |= {f"${1 + i}": reading.registers[f"${i}"] for i in range(fmt.words)}
+        writing.run(fmt.unpack_ptx())
+    else:
+        Machine([tile, *operands], memory, shared).run(fmt.fetch_ptx(count))
 
     chunks = shared[tile : tile + 64 * 512].reshape(8, 4, 8, 8, 16)  # eight keys, 64 channels, key, place, bytes
     key = np.arange(8)
@@ -80,6 +89,40 @@ def test_ptx_leaves_the_unpacked_rows_in_swizzled_tiles(name, half):
     np.testing.assert_array_equal(got, expected[:, 256 * half : 256 * half + 256].view(np.uint16))
     written = shared != 0xAB
     assert not written[:tile].any() and not written[tile + 64 * 512 : ids_at].any()
+
+
+class Lanes(Machine):
+    """With the instructions that exchange registers and write global memory."""
+
+    def step(self, op, args, on):
+        if op == "shfl.sync.bfly.b32":
+            self.registers[args[0]] = self.value(args[1])[np.arange(128) ^ int(args[2])]
+        elif op == "setp.ne.u32":
+            self.registers[args[0]] = (self.value(args[1]) != self.value(args[2])).astype(np.uint64)
+        elif op == "setp.ge.u32":
+            self.registers[args[0]] = (self.value(args[1]) >= self.value(args[2])).astype(np.uint64)
+        elif op == "st.global.v4.b32":
+            at = self.address(args[0])
+            words = [self.value(word.strip()) for word in args[1].strip("{}").split(",")]
+            for i in range(16):
+                self.memory[at + i] = (words[i // 4] >> np.uint64(8 * (i % 4)) & np.uint64(255)).astype(np.uint8)
+        else:
+            super().step(op, args, on)
+
+
+def test_ptx_writes_an_accumulator_where_it_belongs():
+    part, column, base, thread = 128, 384, 64, np.arange(128)
+    value = np.arange(64 * part).astype(np.uint16).reshape(64, part)
+    lanes = Lanes([base, 2 * column], np.full(1 << 17, 0xAB, np.uint8), np.zeros(16, np.uint8))
+    for block in range(part // 8):  # as wgmma leaves it: two columns of rows r and r + 8
+        for half in range(2):
+            row, at = 16 * (thread // 32) + thread % 32 // 4 + 8 * half, 8 * block + 2 * (thread % 4)
+            pair = value[row, at] | value[row, at + 1].astype(np.uint64) << np.uint64(16)
+            lanes.registers[f"${2 + 2 * block + half}"] = pair.astype(np.uint64)
+    lanes.run(forward.store_ptx(1024, part))
+    got = lanes.memory[base : base + 64 * 1024].view(np.uint16).reshape(64, 512)
+    np.testing.assert_array_equal(got[:, column : column + part], value)
+    assert (got[:, :column] == 0xABAB).all() and (got[:, column + part :] == 0xABAB).all()
 
 
 def random_rows(rng: np.random.Generator, name: str, count: int) -> np.ndarray:
@@ -105,44 +148,18 @@ def test_cases_read_rows_as_the_model_does(name):
 
 def test_gradients_are_as_near_to_float64_as_the_references():
     shape = cases.SMALL_SHAPES["values"]
-    q, window, window_ids, main, main_ids, sink = cases.inputs(5, shape)
-    rng = np.random.default_rng(0)
-    do, dlse = rng.standard_normal(q.shape), rng.standard_normal(q.shape[:-1])
-
-    def gradient(function, dtype):
-        def value(q, window, main, sink):
-            o, lse = function(q, window, window_ids, main, main_ids, sink, scale=shape.H**-0.5)
-            return jnp.vdot(o, jnp.asarray(do, o.dtype)) + jnp.vdot(lse, jnp.asarray(dlse, lse.dtype))
-
-        return jax.jit(jax.grad(value, (0, 1, 2, 3)))(q.astype(dtype), window.astype(dtype), main.astype(dtype), sink)
-
-    ours = gradient(partial(kernel.sparse_attention, tile=TILES["triton"], interpret=True), jnp.bfloat16)
-    theirs = gradient(reference.sparse_attention, jnp.bfloat16)
-    exact = exact_gradient((q, window, window_ids, main, main_ids, sink), do, dlse, shape.H**-0.5)
+    case = cases.gradient("values", shape)
+    given = case.inputs(5)
+    ours = case.kernel(*given, tile=TILES["triton"], interpret=True)
+    theirs = case.reference(*given)
+    assert case.problems(given, ours) == []
+    *arrays, do, dlse = given
+    exact = cases.gradient64(tuple(arrays), np.asarray(do), np.asarray(dlse), shape.H**-0.5)
     for name, a, b, c in zip(("q", "window", "main", "sink"), ours, theirs, exact, strict=True):
         assert np.isfinite(np.asarray(a)).all(), name
         assert error(a[None], c[None]) <= 1.5 * error(b[None], c[None]), name
-
-
-def exact_gradient(given, do, dlse, scale):
-    """By the chain rule of the softmax, in float64, query by query."""
-    q, window, window_ids, main, main_ids, sink = (np.asarray(x) for x in given)
-    q, window, main, sink = (x.astype(np.float64) for x in (q, window, main, sink))
-    dq, dwindow, dmain, dsink = (np.zeros_like(x) for x in (q, window, main, sink))
-    for b in range(q.shape[0]):
-        for t in range(q.shape[1]):
-            w, m = (ids[b, t][ids[b, t] >= 0] for ids in (window_ids, main_ids))
-            keys = np.concatenate([window[b, w], main[b, m]])
-            o, lse = cases.attend64(q[b, t], keys, sink, scale)
-            p = np.exp(scale * q[b, t] @ keys.T - lse[:, None])
-            delta = (do[b, t] * o).sum(1) - dlse[b, t]
-            ds = p * (do[b, t] @ keys.T - delta[:, None]) * scale
-            dq[b, t] = ds @ keys
-            dkeys = ds.T @ q[b, t] + p.T @ do[b, t]
-            np.add.at(dwindow[b], w, dkeys[: len(w)])
-            np.add.at(dmain[b], m, dkeys[len(w) :])
-            dsink -= np.exp(sink - lse) * delta
-    return dq, dwindow, dmain, dsink
+    wrong = [ours[0], ours[1].at[0, 3].multiply(2), *ours[2:]]
+    assert "gradient of window is off" in case.problems(given, wrong)[0]
 
 
 def test_rows_and_queries_that_the_kernel_does_not_take_are_refused():

@@ -21,6 +21,7 @@ from pallas_kernels.sparse_attention import kernel, reference
 
 TOLERANCE = 2.0**-8  # of a query's norm: three times what the roundings above leave on random inputs
 LSE_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 2.0**-7  # q, rows, p and ds are rounded to bfloat16 before their products
 
 
 def values64(row: np.ndarray, width: int) -> np.ndarray:
@@ -167,13 +168,68 @@ def case(name: str, shape: Shape, out_dtype: DTypeLike = jnp.bfloat16) -> Case:
     )
 
 
+def gradient64(given: tuple[Any, ...], do: np.ndarray, dlse: np.ndarray, scale: float) -> list[np.ndarray]:
+    """Gradients of q, window, main and sink of rows of values, in float64."""
+    q, window, window_ids, main, main_ids, sink = (np.asarray(x) for x in given)
+    dq = np.zeros(q.shape)
+    rows64 = [rows.astype(np.float64) for rows in (window, main)]
+    drows, dsink = [np.zeros(rows.shape) for rows in rows64], np.zeros(len(sink))
+    for b, t in np.ndindex(q.shape[:2]):
+        taken = [ids[b, t][ids[b, t] >= 0] for ids in (window_ids, main_ids)]
+        rows = np.concatenate([values[b][ids] for values, ids in zip(rows64, taken, strict=True)])
+        query, up = q[b, t].astype(np.float64), do[b, t].astype(np.float64)
+        o, lse = attend64(query, rows, sink, scale)
+        p = np.exp(scale * query @ rows.T - lse[:, None])
+        delta = (up * o).sum(axis=1) - dlse[b, t]
+        ds = scale * p * (up @ rows.T - delta[:, None])
+        dq[b, t] = ds @ rows
+        each = np.split(ds.T @ query + p.T @ up, [len(taken[0])])
+        for drow, ids, value in zip(drows, taken, each, strict=True):
+            np.add.at(drow[b], ids, value)
+        dsink -= np.exp(sink.astype(np.float64) - lse) * delta
+    return [dq, *drows, dsink]
+
+
+def gradient(name: str, shape: Shape) -> Case:
+    """The backward pass. Its sums over queries are atomic, in an order of their own."""
+    options = {"scale": shape.H**-0.5}
+
+    def draw(seed: int) -> tuple[jax.Array, ...]:
+        given, keys = inputs(seed, shape), jax.random.split(jax.random.key(seed + 1))
+        return *given, jax.random.normal(keys[0], given[0].shape), jax.random.normal(keys[1], given[0].shape[:3])
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q: Any, window: Any, wids: Any, main: Any, mids: Any, sink: Any, *cotangents: Any, **how: Any) -> Any:
+            attend = partial(function, **options, **how)
+            back = jax.vjp(lambda q, w, m, sink: attend(q, w, wids, m, mids, sink), q, window, main, sink)[1]
+            return back(cotangents)
+
+        return run
+
+    def problems(given: tuple[Any, ...], output: Any) -> list[str]:
+        *arrays, do, dlse = given
+        expected = gradient64(tuple(arrays), np.asarray(do), np.asarray(dlse), shape.H**-0.5)
+        found = []
+        for of_, ours, exact in zip(("q", "window", "main", "sink"), output, expected, strict=True):
+            error = np.linalg.norm(np.asarray(ours).astype(np.float64) - exact) / np.linalg.norm(exact)
+            if not error <= GRADIENT_TOLERANCE:
+                found.append(f"gradient of {of_} is off by {error:.2e} of its norm")
+        return found
+
+    work = 10.0 * shape.B * shape.T * shape.N * shape.H * (shape.W + shape.C)
+    kernels = of(kernel.sparse_attention), of(reference.sparse_attention)
+    return Case(name, draw, *kernels, problems, work, repeatable=False)
+
+
 SMALL_SHAPES = {
-    "values": Shape(2, 2, 64, 128, 9, 40, 64, 64, False),
-    "packed, uneven lists": Shape(1, 3, 64, 128, 20, 50, 40, 70, True),
-    "no main rows": Shape(1, 1, 64, 128, 9, 0, 16, 0, False),
+    "values": Shape(2, 2, 64, 512, 9, 40, 64, 64, False),
+    "packed, uneven lists": Shape(1, 3, 64, 512, 20, 50, 40, 70, True),
+    "no main rows": Shape(1, 1, 64, 512, 9, 0, 16, 0, False),
+    "odd number of blocks": Shape(1, 4, 64, 512, 20, 50, 64, 128, True),
 }
 SMALL = tuple(case(name, shape, jnp.float32) for name, shape in SMALL_SHAPES.items())
 MODEL = (
+    gradient("gradient of 64, bf16 rows", Shape(1, 64, 64, 512, 192, 2048, 128, 512, False)),
     case("prefill 4096, bf16 rows", Shape(1, 4096, 64, 512, 4224, 131072, 128, 512, False)),
     case("prefill 4096, packed rows", Shape(1, 4096, 64, 512, 4224, 131072, 128, 512, True)),
     case("decode 1, packed rows", Shape(1, 1, 64, 512, 129, 65536, 128, 512, True)),

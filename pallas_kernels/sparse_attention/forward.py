@@ -2,24 +2,30 @@
 
 **Why.** XLA gathers 640 rows of 1 KB a query into memory and reads them back: 2.7 GB written for 4096 queries, where
 the least that must move is q and o, and the rows once. Here rows go from the cache to where the tensor cores read,
-packed ones become bfloat16 on the way, and scores never leave registers.
+packed ones become bfloat16 on the way, and scores never leave the multiprocessor.
 
 **Numerics.** q and rows are bfloat16 and products are summed in float32. As in the reference, the maximum runs over
 blocks of 64 keys (here with base-2 exponentials), exp(s - maximum) is rounded to bfloat16 before it multiplies the
 values, and the denominator sums the unrounded ones. The sink enters at the end. Bit-identical from run to run.
 
-**Tiling.** 64 heads x 512 channels of q stay in shared memory (64 KB). Two consumer warpgroups own 256 value channels
-each: 64 x 256 float32 fill 128 registers a thread. Both compute all scores of a block of 64 keys. That is 1.5 times the
-least arithmetic, but they exchange nothing: they take turns at the tensor cores, one at its products while the other is
-at its softmax. Two producer warpgroups fetch rows (`rows.py`), one a channel half, into rings of two and three half
-blocks: the second half is free again later than the first, so it has more room. Programs stay resident and walk over
-the queries, so that the next query's rows and q arrive under the last one's epilogue. With few queries the keys of one
-are split over programs, which leave partial sums for `combine.py`.
+**Tiling.** 64 heads x 512 channels of q stay in shared memory (64 KB), and two blocks of 64 rows (128 KB). Two consumer
+warpgroups own 256 value channels each: 64 x 256 float32 fill 128 registers a thread. Consumer 0 scores the even blocks
+and consumer 1 the odd ones; each tells the other its rounded exponentials (8 KB), maximum and sum through shared
+memory, and multiplies both blocks with its own value channels. So nothing is computed twice, and while one is at its
+softmax the tensor cores have the products of the other's block. Two producer warpgroups fetch rows (`rows.py`), one a
+channel half. Every half block has one last reader, which frees it for the next pair's as soon as it is multiplied.
+Packed rows are read into registers before that. Programs stay resident and walk over the queries, so that the next
+query's rows and q arrive under the last one's epilogue. With few queries the keys of one are split over programs, which
+leave partial sums for `combine.py`. A last block without a partner is handled alone.
 
-Mosaic GPU, since Triton cannot give warpgroups different work. Tried on an H200, 4096 queries x 640 rows of bfloat16:
-Triton's best tile 222 TFLOP/s; this without turns and with one producer 308; with turns and two 373. Rows that all come
-from the L2, or that the L2 is asked for ahead, change nothing: rows are not what it waits for. A consumer that scores
-the next block behind its values, in one turn, closes the pause between the two.
+Barriers between the threads of a warpgroup are written out (`commit_smem`, before p is told and q is copied): whatever
+else is shared passes an mbarrier at which all threads arrive. A consumer waits at a barrier in every phase or in none.
+
+Mosaic GPU, since Triton cannot give warpgroups different work. An H200, 4096 queries x 640 rows of bfloat16: Triton's
+best tile 222 TFLOP/s; both consumers scoring every block, in turns, 394; this one 496, packed rows 432. Clocks inside
+say what a pair's 7,000 cycles are (4,096 of them products): rows come 2,300 to 3,300 after their place is free, a
+softmax and its telling take 1,400, and both are on the way from one pair to the next. Of 128 decoded queries' 32 us,
+5 go by before consumer 0 has scores, 8 before consumer 1 has.
 """
 
 from collections.abc import Callable
@@ -39,12 +45,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.sparse_attention.reference import LEAST
-from pallas_kernels.sparse_attention.rows import KEYS, SWIZZLED, Format, fetch, fetch_interpreted
+from pallas_kernels.sparse_attention.rows import KEYS, LISTS, SWIZZLED, Format, produce, slot_of
 
 LOG2E = 1.4426950408889634
-STAGES = 2  # half blocks in shared memory: so many of half 0, and one more of half 1
-LISTS = 8  # ids of so many blocks in shared memory
-AHEAD = LISTS - STAGES  # steps between the copy of a block's ids and the fetch of its rows
 PARTS = 2  # accumulators of a consumer; with one, of 256 columns, the compiler wants more than 128 registers a thread
 
 
@@ -54,8 +57,8 @@ class Tile:
     the 65,536 of an SM, so consumer + producer <= 256."""
 
     programs: int = 132
-    consumer_registers: int = 208
-    producer_registers: int = 48
+    consumer_registers: int = 200
+    producer_registers: int = 56
 
 
 H200 = Tile()
@@ -115,8 +118,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Memory:
-    """The references of a program. `k` holds half blocks, `ids` the ids of blocks, in rings. Barriers: `*_full` says
-    that something has arrived, `*_free` that both consumers are done with it."""
+    """The references of a program. `k` holds the half blocks of a pair (`slot_of`), `ids` the ids of blocks, in a ring;
+    `p` and `stats` what one consumer tells the other about its block. Barriers: `*_full` says that something has
+    arrived, `k_free` that a half block has been read."""
 
     q_in: Any
     tables: tuple[Any, ...]
@@ -124,59 +128,13 @@ class Memory:
     q: Any
     k: Any
     ids: Any
+    p: Any
+    stats: Any
     q_full: Any
-    q_free: Any
     ids_full: Any
     k_full: Any
     k_free: Any
-    turn: Any
-
-
-def _slot(step: Array, half: Array | int) -> Array:
-    """Where in `k` a half of a step's block is."""
-    return STAGES * half + lax.rem(step, STAGES + half)
-
-
-def _produce(work: Work, mem: Memory, program: Array, half: Array) -> None:
-    """Fetch one channel half of the rows of every step. Half 0 also copies the ids, `AHEAD` steps ahead."""
-    steps = work.items(program) * work.blocks
-
-    def for_source(s: Array, do: Callable[..., None]) -> None:
-        """Call do(index, source, query, place of the step's ids in the source's list, the entry's first row)."""
-        query, key = work.step(program, s)
-        start = 0
-        for n, source in enumerate(work.sources):
-            first = lax.div(query, work.queries_per_entry) * source.count
-            chosen = (key >= start) & (key < start + source.ids)
-            pl.when(chosen)(partial(do, n, source, query, key - start, first))
-            start += source.ids
-
-    def copy_ids(s: Array) -> None:
-        def copy(n: int, source: Source, query: Array, at: Array, first: Array) -> None:
-            slot = lax.rem(s, LISTS)
-            plgpu.copy_gmem_to_smem(mem.ids_in[n].at[query, pl.ds(at, KEYS)], mem.ids.at[slot], mem.ids_full.at[slot])
-
-        pl.when(s < steps)(lambda: for_source(s, copy))
-
-    def fill(s: Array, _: None) -> None:
-        slot, ids = _slot(s, half), lax.rem(s, LISTS)
-        pl.when(s >= STAGES + half)(lambda: plgpu.barrier_wait(mem.k_free.at[slot]))
-        # Half 0 of step s - 2 is free: both consumers and half 1 have read that step's ids, and these take their place.
-        pl.when(half == 0)(lambda: copy_ids(s + AHEAD))
-        plgpu.barrier_wait(mem.ids_full.at[ids])
-
-        def get(n: int, source: Source, query: Array, at: Array, first: Array) -> None:
-            do = fetch_interpreted if work.interpret else partial(fetch, source.fmt)
-            do(mem.tables[n], mem.ids.at[ids], mem.k.at[slot], first, source.count, half)
-
-        for_source(s, get)
-        plgpu.barrier_arrive(mem.k_full.at[slot])
-
-    @pl.when(half == 0)
-    def _start() -> None:
-        lax.fori_loop(0, AHEAD, lambda s, _: copy_ids(s), None)
-
-    lax.fori_loop(0, steps, fill, None)
+    p_full: Any
 
 
 def _zero(interpret: bool) -> Array:
@@ -194,102 +152,152 @@ def _zero(interpret: bool) -> Array:
     return zero()
 
 
-def _swap(mem: Memory) -> None:
-    """The consumers meet, and the one that had the tensor cores leaves them to the other."""
-    plgpu.barrier_arrive(mem.turn)
-    plgpu.barrier_wait(mem.turn)
-
-
-def _score(work: Work, mem: Memory, step: Array, scores: Any, between: Callable[[], None] = lambda: None) -> None:
-    """Start the products of q with the rows of a step's block, half by half as they arrive."""
-    zero = _zero(work.interpret)
-    for half in range(2):
-        slot = _slot(step + zero, half)
-        plgpu.barrier_wait(mem.k_full.at[slot])
-        plgpu.wgmma(scores, mem.q.at[zero, half], plgpu.transpose_ref(mem.k.at[slot], (1, 0)))
-        if half == 0:
-            between()
-
-
-def _masked(mem: Memory, wg: Array, step: Array, scores: Array) -> Array:
-    """Finished scores, -inf where the id is -1. The half whose values the other consumer takes is done with."""
-    ids = lax.rem(step, LISTS)
-    plgpu.barrier_wait(mem.ids_full.at[ids])
-    taken = plgpu.load(mem.ids.at[ids], layout=plgpu.Layout.WGMMA.reduce(0))
-    plgpu.barrier_arrive(mem.k_free.at[_slot(step, 1 - wg)])
-    return jnp.where(lax.broadcast_in_dim(taken, scores.shape, (1,)) >= 0, scores, -jnp.inf)
+PER_HEAD = plgpu.Layout.WGMMA.reduce(1)
 
 
 def _down(x: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(x, like.shape, (0,))
 
 
-def _softmax(work: Work, scores: Array, accs: Any, top: Array, total: Array) -> tuple[Array, Any, Array, Array]:
-    """(p, and the accumulators, maximum and total brought to the new maximum)."""
-    base2 = work.scale * LOG2E * 2.0**work.down
-    higher = jnp.maximum(top, scores.max(axis=1) * base2)
-    shrink = jnp.exp2(top - higher)
-    p = jnp.exp2(scores * base2 - _down(higher, scores))
-    total = total * shrink + p.sum(axis=1)
-    return p.astype(jnp.bfloat16), [acc * _down(shrink, acc) for acc in accs], higher, total
+@dataclass(frozen=True)
+class Consumer:
+    """One of the two: `wg` scores an item's blocks wg, wg + 2, ... and owns half `wg` of the value channels."""
+
+    work: Work
+    mem: Memory
+    wg: int
+
+    def score(self, step: Array) -> Array:
+        """The scores of a block of its own, half by half as they arrive; -inf where the id is -1."""
+        mem = self.mem
+
+        def multiply(scores: Any) -> Array:
+            zero = _zero(self.work.interpret)
+            for half in range(2):
+                slot = 2 * self.wg + half
+                plgpu.barrier_wait(mem.k_full.at[slot])
+                plgpu.wgmma(scores, mem.q.at[zero, half], plgpu.transpose_ref(mem.k.at[zero + slot], (1, 0)))
+            return scores[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((mem.q.shape[2], KEYS), jnp.float32))
+        taken = plgpu.load(mem.ids.at[lax.rem(step, LISTS)], layout=plgpu.Layout.WGMMA.reduce(0))
+        return jnp.where(lax.broadcast_in_dim(taken, scores.shape, (1,)) >= 0, scores, -jnp.inf)
+
+    def tell(self, scores: Array, top: Array) -> tuple[Array, Array, Array]:
+        """(p, maximum, sum) of a block of its own, which the other consumer is told too."""
+        mem, base2 = self.mem, self.work.scale * LOG2E * 2.0**self.work.down
+        higher = jnp.maximum(top, scores.max(axis=1) * base2)
+        p = jnp.exp2(scores * base2 - _down(higher, scores))
+        total, p = p.sum(axis=1), p.astype(jnp.bfloat16)
+        mem.p[self.wg] = p
+        mem.stats[self.wg, 0] = higher
+        mem.stats[self.wg, 1] = total
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(mem.p_full.at[self.wg])
+        return p, higher, total
+
+    def hear(self) -> tuple[Any, Array, Array]:
+        """The same of the other's block."""
+        mem, other = self.mem, 1 - self.wg
+        plgpu.barrier_wait(mem.p_full.at[other])
+        higher, total = (plgpu.load(mem.stats.at[other, n], layout=PER_HEAD, optimized=False) for n in range(2))
+        return mem.p.at[other], higher, total
+
+    def start(self, refs: Any, accs: Any, p: Any, k: int) -> Any:
+        """Start adding p times this consumer's half of block k's values to `accs`, in the accumulators `refs`."""
+        zero, width = _zero(self.work.interpret), accs[0].shape[1]
+        slot = zero + slot_of(k, self.wg)
+        values = [self.mem.k.at[slot, :, pl.ds(n * width, width)] for n in range(len(accs))]
+        if self.work.interpret:  # where accumulators start at zero
+            dot = partial(lax.dot, preferred_element_type=jnp.float32)
+            return [acc + dot(p[...], v[...]) for acc, v in zip(accs, values, strict=True)]
+        for ref, acc in zip(refs, accs, strict=True):
+            ref[...] = acc
+        for ref, v in zip(refs, values, strict=True):
+            plgpu.wgmma(ref, p, v)
+        return accs
+
+    def done(self, refs: Any, accs: Any, k: int) -> Any:
+        """The accumulators once that has ended."""
+        accs = [ref[...] for ref in refs] or accs
+        plgpu.barrier_arrive(self.mem.k_free.at[slot_of(k, self.wg)])
+        return accs
+
+    def pair(
+        self, scores: Array | None, accs: Any, top: Array, total: Array, count: int, scored: Callable[[], None]
+    ) -> tuple[Any, Array, Array]:
+        """Attend with the two blocks of a pair, or with a last one alone. The products with the first one's values run
+        under the softmax of the second's scores. Calls `scored` where the scores of all of them are known to be there.
+        """
+
+        def multiply(*refs: Any) -> Any:
+            now, before, sums = list(accs), top, total
+            for k in range(count):
+                if k and k != self.wg:  # nothing to do meanwhile
+                    now = self.done(refs, now, k - 1)
+                p, higher, more = self.tell(scores, before) if k == self.wg else self.hear()
+                if k == self.wg and k == count - 1:
+                    scored()
+                if k and k == self.wg:
+                    now = self.done(refs, now, k - 1)
+                shrink = jnp.exp2(before - higher)
+                before, sums = higher, sums * shrink + more
+                now = self.start(refs, [acc * _down(shrink, acc) for acc in now], p, k)
+            return self.done(refs, now, count - 1), before, sums
+
+        if self.work.interpret:
+            return multiply()
+        return pl.run_scoped(multiply, *(plgpu.ACC(acc.shape, jnp.float32) for acc in accs))
 
 
-def _multiply(work: Work, mem: Memory, wg: Array, step: Array, p: Array, accs: Any, score_next: bool) -> Any:
-    """Add p times this consumer's half of the values; and behind that, with no pause, score the next step's block.
-    Both while it is this consumer's turn. Returns the accumulators, and the next scores if asked for."""
-    mine, width = mem.k.at[_slot(step, wg)], accs[0].shape[1]
-    values = [mine.at[:, pl.ds(n * width, width)] for n in range(PARTS)]
-    _swap(mem)
-
-    def release() -> None:
-        plgpu.barrier_arrive(mem.k_free.at[_slot(step, wg)])
-
-    if work.interpret:  # which does not run `run_state`
-        dot = partial(lax.dot, preferred_element_type=jnp.float32)
-        done = [acc + dot(p, v[...]) for acc, v in zip(accs, values, strict=True)]
-        release()
-        if score_next:
-            done.append(_first_scores(work, mem, step + 1))
-        else:
-            _swap(mem)
-        return done
-
-    def values_done() -> None:
-        plgpu.wgmma_wait(1)  # all but the first half of the scores
-        release()
-
-    def products(refs: Any) -> None:
-        for acc, v in zip(refs, values, strict=False):
-            plgpu.wgmma(acc, p, v)
-        if score_next:
-            _score(work, mem, step + 1, refs[-1], values_done)
-        _swap(mem)
-
-    zeros = plgpu.layout_cast(jnp.zeros((p.shape[0], KEYS), jnp.float32), plgpu.Layout.WGMMA)
-    done = pl.run_state(products)([plgpu.ACC.init(x) for x in (*accs, *([zeros] if score_next else []))])
-    if not score_next:
-        release()
-    return done
+def store_ptx(row_bytes: int, columns: int) -> str:
+    """Of `_store`. Operands: a query's first row, this part's first byte in a row, then the accumulator's registers:
+    two columns each of rows r and r + 8, for every eight columns. Two exchanges transpose four of them over a quad."""
+    lines = [
+        ".reg .pred odd, high; .reg .b32 t, lane, r, at, x, y, a<4>; .reg .b64 to;",
+        "mov.u32 t, %tid.x; and.b32 t, t, 127; and.b32 lane, t, 31; and.b32 x, lane, 3; and.b32 y, x, 1;",
+        "setp.ne.u32 odd, y, 0; setp.ge.u32 high, x, 2;",
+        "shr.u32 r, t, 5; shl.b32 r, r, 4; shr.u32 y, lane, 2; add.u32 r, r, y;",
+        f"shl.b32 x, x, 4; mad.lo.u32 at, r, {row_bytes}, x; add.u32 at, at, $1;",
+        "cvt.u64.u32 to, at; add.u64 to, to, $0;",
+    ]
+    for group in range(columns // 32):
+        for half in range(2):
+            a = [f"${2 + 2 * (4 * group + j) + half}" for j in range(4)]
+            lines += [f"mov.b32 a{j}, {a[j]};" for j in range(4)]
+            for lane, bit, pairs in ((1, "odd", ((0, 1), (2, 3))), (2, "high", ((0, 2), (1, 3)))):
+                for low, up in pairs:
+                    lines += [
+                        f"selp.b32 x, a{low}, a{up}, {bit}; shfl.sync.bfly.b32 x, x, {lane}, 31, -1;",
+                        f"selp.b32 a{low}, x, a{low}, {bit}; selp.b32 a{up}, a{up}, x, {bit};",
+                    ]
+            lines += [f"st.global.v4.b32 [to + {half * 8 * row_bytes + group * 64}], {{a0, a1, a2, a3}};"]
+    return "\n".join(["{", *lines, "}"])
 
 
-def _first_scores(work: Work, mem: Memory, step: Array) -> Array:
-    """The scores of a step's block, in a turn that has begun."""
+def _store(value: Array, to: Any, column: int) -> None:
+    """An accumulator's bfloat16 values into rows of `to`, in whole sectors: the four lanes that hold a row's 32 columns
+    exchange them, so that each writes 16 bytes."""
+    columns = value.shape[1]
 
-    def multiply(scores: Any) -> Array:
-        _score(work, mem, step, scores)
-        _swap(mem)
-        return scores[...]
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
+    def body(_: Any, to: Any, value: Any, byte: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        words = [utils.bitcast(x, i32) for x in value.registers.flat]
+        utils.inline_ptx(store_ptx(2 * to.type.shape[1], columns), utils.memref_ptr(to), byte.registers.item(), *words)
 
-    return pl.run_scoped(multiply, plgpu.ACC((mem.q.shape[2], KEYS), jnp.float32))
+    body(to, value, jnp.int32(2 * column))
 
 
-def _consume(work: Work, mem: Memory, sink_ref: Any, out: tuple[Any, ...], program: Array, wg: Array) -> None:
+def _consume(work: Work, mem: Memory, sink_ref: Any, out: tuple[Any, ...], program: Array, wg: int) -> None:
     """Attend with the rows that arrive; write o and lse, or with splits the accumulators, maxima and totals."""
+    me = Consumer(work, mem, wg)
     o_ref, *stats_out = out
     heads, width = mem.q.shape[2:]
     part = width // PARTS
+    pairs, last = divmod(work.blocks, 2)
     items = work.items(program) + _zero(work.interpret)  # of one item the compiler would know the steps: it spills
-    per_head = partial(plgpu.layout_cast, new_layout=plgpu.Layout.WGMMA.reduce(1))
+    per_head = partial(plgpu.layout_cast, new_layout=PER_HEAD)
 
     def load_q(j: Array) -> None:
         query, _ = work.item(program, j)
@@ -299,76 +307,64 @@ def _consume(work: Work, mem: Memory, sink_ref: Any, out: tuple[Any, ...], progr
     def item(j: Array, _: None) -> None:
         query, split = work.item(program, j)
         plgpu.barrier_wait(mem.q_full)
-        _swap(mem)
+        first = j * work.blocks + wg
 
         def reload() -> None:
-            """Once both have the item's last scores, the next one's q may come."""
-            plgpu.barrier_arrive(mem.q_free)
+            """All of the item's scores are there: the next one's q may come."""
+            pl.when(j + 1 < items)(lambda: load_q(j + 1))
 
-            @pl.when((wg == 1) & (j + 1 < items))
-            def _reload() -> None:
-                plgpu.barrier_wait(mem.q_free)
-                load_q(j + 1)
-
-        first = j * work.blocks
-        scores = _masked(mem, wg, first, _first_scores(work, mem, first))
-        if work.blocks == 1:
-            reload()
-
-        def block(i: Array, carry: Any) -> Any:
+        def two(i: Array, carry: Any) -> Any:
             scores, *accs, top, total = carry
-            p, accs, top, total = _softmax(work, scores, accs, top, total)
-            *accs, scores = _multiply(work, mem, wg, first + i, p, accs, score_next=True)
-            scores = _masked(mem, wg, first + i + 1, scores)
-            pl.when(i + 1 == work.blocks - 1)(reload)
-            return scores, *accs, top, total
+            accs, top, total = me.pair(scores, accs, top, total, 2, lambda: None)
+            return me.score(first + 2 * i + 2), *accs, top, total
 
         zeros = jnp.zeros((heads, part), jnp.float32)
         accs = [plgpu.layout_cast(zeros, plgpu.Layout.WGMMA) for _ in range(PARTS)]
         top, total = (per_head(jnp.full((heads,), start, jnp.float32)) for start in (LEAST, 0.0))
-        scores, *accs, top, total = lax.fori_loop(0, work.blocks - 1, block, (scores, *accs, top, total))
-        p, accs, top, total = _softmax(work, scores, accs, top, total)
-        accs = _multiply(work, mem, wg, first + work.blocks - 1, p, accs, score_next=False)
+        scores = me.score(first) if wg < work.blocks else None
+        if pairs:
+            scores, *accs, top, total = lax.fori_loop(0, pairs - 1, two, (scores, *accs, top, total))
+            accs, top, total = me.pair(scores, accs, top, total, 2, (lambda: None) if last else reload)
+            scores = me.score(first + 2 * pairs) if last and wg == 0 else None
+        if last:
+            accs, top, total = me.pair(scores, accs, top, total, 1, reload)
         stats: tuple[Array, ...] = (top, total)
         share = per_head(jnp.full((heads,), 2.0**work.down, jnp.float32))
         if work.splits == 1:
-            sink = plgpu.load(sink_ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) * LOG2E
+            sink = plgpu.load(sink_ref, layout=PER_HEAD, optimized=False) * LOG2E
             high = jnp.maximum(top, sink)
             total = total * jnp.exp2(top - high) + jnp.exp2(sink - high)
             share = share * jnp.exp2(top - high) / total
             stats = ((high + jnp.log2(total)) / LOG2E,)
         for n, acc in enumerate(accs):
             acc = acc * lax.broadcast_in_dim(share, acc.shape, (0,))
-            o_ref[split, query, :, pl.ds(wg * width + n * part, part)] = acc.astype(o_ref.dtype)
-
-        @pl.when(wg == 0)
-        def _stats() -> None:
+            if o_ref.dtype == jnp.bfloat16 and not work.interpret:
+                _store(acc.astype(o_ref.dtype), o_ref.at[split, query], wg * width + n * part)
+            else:
+                o_ref[split, query, :, pl.ds(wg * width + n * part, part)] = acc.astype(o_ref.dtype)
+        if wg == 0:
             for ref, value in zip(stats_out, stats, strict=True):
                 ref[split, query] = value
 
-    @pl.when(wg == 1)
-    def _start() -> None:
+    if wg == 0:
         load_q(jnp.int32(0))
-        _swap(mem)
-
     lax.fori_loop(0, items, item, None)
-    pl.when(wg == 0)(lambda: _swap(mem))
 
 
 def _scratch(work: Work, heads: int, half: int) -> list[Any]:
     """In the order of Memory's fields from q on. Interpret mode has no tiles."""
     swizzled = () if work.interpret else SWIZZLED
-    slots = 2 * STAGES + 1
     return [
         plgpu.SMEM((1, 2, heads, half), jnp.bfloat16, transforms=swizzled),
-        plgpu.SMEM((slots, KEYS, half), jnp.bfloat16, transforms=swizzled),
+        plgpu.SMEM((4, KEYS, half), jnp.bfloat16, transforms=swizzled),
         plgpu.SMEM((LISTS, KEYS), jnp.int32),
-        plgpu.Barrier(num_arrivals=2),
+        plgpu.SMEM((2, heads, KEYS), jnp.bfloat16, transforms=swizzled),
+        plgpu.SMEM((2, 2, heads), jnp.float32),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_barriers=LISTS),
-        plgpu.Barrier(num_barriers=slots),
-        plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_barriers=4),
+        plgpu.Barrier(num_barriers=4),
+        plgpu.Barrier(num_barriers=2),
     ]
 
 
@@ -403,12 +399,13 @@ def attend(
         @pl.when(wg >= 2)
         def _producers() -> None:
             plgpu.set_max_registers(tile.producer_registers, action="decrease")
-            _produce(work, mem, program, wg - 2)
+            produce(work, mem, program, wg - 2)
 
         @pl.when(wg < 2)
         def _consumers() -> None:
             plgpu.set_max_registers(tile.consumer_registers, action="increase")
-            _consume(work, mem, sink_ref, out, program, wg)
+            for n in range(2):
+                pl.when(wg == n)(partial(_consume, work, mem, sink_ref, out, program, n))
 
     return plgpu.kernel(
         body,
@@ -418,6 +415,6 @@ def attend(
         grid_names=("program",),
         num_threads=4,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(q, sink, *tables, *ids)

@@ -9,25 +9,37 @@ x 64 channels, with 16-byte chunk c of key r at place c ^ (r % 8) of its 128-byt
     fp8      528   512 E4M3 codes, then 16 E8M0 scales
     nvfp4    288   256 bytes of E2M1 pairs (low nibble the even channel), then 32 E4M3 scales
 
+FP4 codes and scales, 20 registers a thread, are read before there is room for the rows, and wait there: the time to
+memory passes while the half block before is still in use.
+
 **Numerics.** Sign, exponent and mantissa of a code are moved to where bfloat16 has them: the value times a power
 of two, small codes as subnormal numbers; a product brings it back and scales it. Codes and scales have at most seven
 significant bits together, so all of it is exact: packed rows arrive as 2**-7 of what `unpack` gives, bit for bit. The
 2**-7 keeps scale and power of two together in bfloat16's range; the consumers undo it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import vector
 from jaxtyping import Array, Shaped
 
 from pallas_kernels import BackendError
 from pallas_kernels.sparse_attention.reference import gather
 
 KEYS = 64  # rows of a block
+LISTS = 8  # ids of so many blocks in shared memory
+AHEAD = LISTS - 2  # steps between the copy of a block's ids and the fetch of its rows
 HEAD = 512  # channels of a row
 HALF = HEAD // 2
 DOWN = 7
@@ -39,7 +51,7 @@ def _lines(*parts: str | list[str]) -> list[str]:
     return [line for part in parts for line in ([part] if isinstance(part, str) else part)]
 
 
-# $0 the tile, $1 the table, $2 the ids (shared memory), $3 the table's first row of this batch entry, $4 the half.
+# Operands: $tile; $table; $ids (shared memory); $first, the table's first row of this batch entry; $half.
 _PROLOGUE = [
     ".reg .pred valid; .reg .b32 t, lane, r, c, x, id, at, list; .reg .b64 src;",
     "mov.u32 t, %tid.x; and.b32 t, t, 127; and.b32 lane, t, 31;",
@@ -51,26 +63,27 @@ def _row(k: int, count: int, nbytes: int) -> list[str]:
     """`src` is the row of key r + 16 k, clamped into the table; `valid` says that its id is not -1."""
     return [
         f"ld.shared.b32 id, [list + {64 * k}]; setp.ge.s32 valid, id, 0;",
-        f"max.s32 id, id, 0; min.s32 id, id, {count - 1}; add.s32 id, id, $3;",
-        f"mad.wide.s32 src, id, {nbytes}, $1;",
+        f"max.s32 id, id, 0; min.s32 id, id, {count - 1}; add.s32 id, id, $first;",
+        f"mad.wide.s32 src, id, {nbytes}, $table;",
     ]
 
 
-def _address() -> list[str]:
-    """`at`: where chunk `at` of key r stands in the first tile of its eight keys; `list`: the key's id."""
-    return [
-        "and.b32 x, r, 7; xor.b32 at, at, x; shl.b32 at, at, 4; shl.b32 x, x, 7; add.u32 at, at, x;",
-        f"shr.u32 x, r, 3; mad.lo.u32 at, x, {4 * TILE}, at; add.u32 at, at, $0;",
-        "shl.b32 list, r, 2; add.u32 list, list, $2;",
-    ]
+# `list`: where key r's id is.
+_LIST = "shl.b32 list, r, 2; add.u32 list, list, $ids;"
+# `at`: where chunk `at` of key r stands in the first tile of its eight keys.
+_ADDRESS = [
+    "and.b32 x, r, 7; xor.b32 at, at, x; shl.b32 at, at, 4; shl.b32 x, x, 7; add.u32 at, at, x;",
+    f"shr.u32 x, r, 3; mad.lo.u32 at, x, {4 * TILE}, at; add.u32 at, at, $tile;",
+]
 
 
 def _copy_bf16(count: int) -> list[str]:
     """Eight threads copy 128 bytes of a row: thread t the chunk t % 8 of keys t / 8 + 16 k."""
     body = _lines(
         "shr.u32 r, t, 3; and.b32 c, t, 7; mov.b32 at, c;",
-        _address(),
-        f"mad.lo.u32 c, $4, {HALF // 8}, c; mul.wide.u32 shift, c, 16;",
+        _LIST,
+        _ADDRESS,
+        f"mad.lo.u32 c, $half, {HALF // 8}, c; mul.wide.u32 shift, c, 16;",
     )
     for k in range(KEYS // 16):
         body += [*_row(k, count, 2 * HEAD), "add.u64 src, src, shift; selp.b32 size, 16, 0, valid;"]
@@ -122,25 +135,41 @@ def _load(name: str, at: str) -> list[str]:
     ]
 
 
-def _unpack_nvfp4(count: int) -> list[str]:
-    """A thread reads 16 bytes, 32 channels, of four rows: chunk c = 2 (lane / 8) + lane % 2 of its half."""
+NVFP4_WORDS = [*(f"v{k}_{q}" for k in range(KEYS // 16) for q in range(4)), *(f"codes{k}" for k in range(KEYS // 16))]
+
+
+def _load_nvfp4(count: int) -> list[str]:
+    """A thread reads 16 bytes, 32 channels, of four rows: chunk c = 2 (lane / 8) + lane % 2 of its half. Leaves them
+    in NVFP4_WORDS."""
     body = _lines(
+        ".reg .b64 more, sc;",
         _KEY,
-        "and.b32 c, lane, 1; shl.b32 at, c, 2;",
-        _address(),
-        f"shr.u32 x, lane, 3; mad.lo.u32 at, x, {TILE}, at; shl.b32 x, x, 1; add.u32 c, c, x;",
-        f"mad.lo.u32 c, $4, {HALF // 32}, c;",
+        _LIST,
+        "and.b32 c, lane, 1; shr.u32 x, lane, 3; shl.b32 x, x, 1; add.u32 c, c, x;",
+        f"mad.lo.u32 c, $half, {HALF // 32}, c;",
     )
     for k in range(KEYS // 16):
         body += _lines(
             _row(k, count, HEAD // 2 + HEAD // 16),
-            f".reg .b16 codes{k}; mov.b16 codes{k}, 0; mad.wide.u32 more, c, 16, src; mad.wide.u32 sc, c, 2, src;",
+            f".reg .b32 codes{k}; mov.b32 codes{k}, 0; mad.wide.u32 more, c, 16, src; mad.wide.u32 sc, c, 2, src;",
             _load(f"v{k}", "more"),
             f"@valid ld.global.b16 codes{k}, [sc + {HEAD // 2}];",
         )
+    return _lines(_PROLOGUE, body)
+
+
+def _unpack_nvfp4() -> list[str]:
+    """Then it writes them, from NVFP4_WORDS."""
+    body = _lines(
+        _KEY,
+        "and.b32 c, lane, 1; shl.b32 at, c, 2;",
+        _ADDRESS,
+        f"shr.u32 x, lane, 3; mad.lo.u32 at, x, {TILE}, at;",
+    )
     for k in range(KEYS // 16):
         body += [
-            f"cvt.rn.f16x2.e4m3x2 s, codes{k}; mov.b32 {{h0, h1}}, s; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;",
+            f"mov.b32 {{h0, h1}}, codes{k}; cvt.rn.f16x2.e4m3x2 s, h0;",
+            "mov.b32 {h0, h1}, s; cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1;",
             "mul.f32 f0, f0, power; mul.f32 f1, f1, power; cvt.rn.bf16x2.f32 s, f1, f0;",
             "prmt.b32 s0, s, s, 0x1010; prmt.b32 s1, s, s, 0x3232;",
         ]
@@ -159,9 +188,10 @@ def _unpack_fp8(count: int) -> list[str]:
     body = _lines(
         _KEY,
         "and.b32 c, lane, 1; shl.b32 c, c, 1; bfe.u32 x, lane, 3, 1; add.u32 c, c, x; shl.b32 at, c, 1;",
-        _address(),
+        _LIST,
+        _ADDRESS,
         f"shr.u32 x, lane, 4; mad.lo.u32 at, x, {TILE}, at; shl.b32 x, x, 2; add.u32 c, c, x;",
-        f"mad.lo.u32 c, $4, {HALF // 16}, c; shr.u32 x, c, 1;",
+        f"mad.lo.u32 c, $half, {HALF // 16}, c; shr.u32 x, c, 1;",
     )
     for again in range(2):
         for k in range(KEYS // 16):
@@ -197,10 +227,33 @@ class Format:
         """Rows are left in shared memory as 2**-down of their values."""
         return 0 if self.name == "bf16" else DOWN
 
+    @property
+    def words(self) -> int:
+        """Registers in which a thread keeps its part of the packed rows until there is room for them."""
+        return len(NVFP4_WORDS) if self.name == "nvfp4" else 0
+
+    def load_ptx(self, count: int) -> str:
+        """Of `load`, from a table of `count` rows an entry; its results are the first operands."""
+        n = self.words
+        lines = [*_load_nvfp4(count), *(f"mov.b32 ${i}, {word};" for i, word in enumerate(NVFP4_WORDS))]
+        return _text(lines, {"table": n, "ids": n + 1, "first": n + 2, "half": n + 3})
+
+    def unpack_ptx(self) -> str:
+        """Of `unpack`; the words are its last operands."""
+        words = [f".reg .b32 {word}; mov.b32 {word}, ${1 + i};" for i, word in enumerate(NVFP4_WORDS)]
+        return _text([*words, *_unpack_nvfp4(), _FENCE], {"tile": 0})
+
     def fetch_ptx(self, count: int) -> str:
         """Of `fetch`, from a table of `count` rows an entry."""
-        lines = {"bf16": _copy_bf16, "fp8": _unpack_fp8, "nvfp4": _unpack_nvfp4}[self.name](count)
-        return "\n".join(["{", *lines, _FENCE, "}"])
+        lines = {"bf16": _copy_bf16, "fp8": _unpack_fp8}[self.name](count)
+        return _text([*lines, _FENCE], {"tile": 0, "table": 1, "ids": 2, "first": 3, "half": 4})
+
+
+def _text(lines: list[str], operands: dict[str, int]) -> str:
+    text = "\n".join(["{", *lines, "}"])
+    for name, number in operands.items():
+        text = text.replace(f"${name}", f"${number}")
+    return text
 
 
 def row_format(rows: Shaped[Array, "B S row"], channels: int) -> Format:
@@ -218,21 +271,117 @@ def row_format(rows: Shaped[Array, "B S row"], channels: int) -> Format:
     return Format(known[name, width])
 
 
-def fetch(fmt: Format, table: Any, ids: Any, to: Any, first: Array, count: int, half: Array) -> None:
-    """In a producer warpgroup: the values of rows `first + ids` of `table`, channel half `half`, into the tile `to`."""
+def _fetch(source: Any, table: Any, ids: Any, to: Any, first: Array, half: Array) -> None:
+    """The values of rows `first + ids` of `table`, channel half `half`, into the tile `to`."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(), plgpu.RefType(), scalar, scalar))
     def body(_: Any, to: Any, table: Any, ids: Any, first: Any, half: Any) -> None:
         pointers = [mgpu.memref_ptr(ref) for ref in (to, table, ids)]
-        mgpu.inline_ptx(fmt.fetch_ptx(count), *pointers, first.registers.item(), half.registers.item())
+        mgpu.inline_ptx(source.fmt.fetch_ptx(source.count), *pointers, first.registers.item(), half.registers.item())
 
     body(to, table, ids, first, half)
 
 
-def fetch_interpreted(table: Any, ids: Any, to: Any, first: Array, count: int, half: Array) -> None:
-    """`fetch` for interpret mode, which has no PTX: there the table holds values."""
+def _fetch_interpreted(source: Any, table: Any, ids: Any, to: Any, first: Array, half: Array) -> None:
+    """`_fetch` for interpret mode, which has no PTX: there the table holds values."""
     width, taken = to.shape[-1], ids[...]
-    at = jnp.where(taken >= 0, jnp.minimum(taken, count - 1) + first, -1)
+    at = jnp.where(taken >= 0, jnp.minimum(taken, source.count - 1) + first, -1)
     rows = gather(table[...][None], at[None, None], 2 * width, to.dtype, None)[0, 0]
     to[...] = lax.dynamic_slice_in_dim(rows, half * width, width, axis=1)
+
+
+def _words_layout(fmt: Format) -> Any:
+    return plgpu.Layout.WG_STRIDED((128 * fmt.words,), vec_size=1)
+
+
+def _read(source: Any, table: Any, ids: Any, first: Array, half: Array) -> Array:
+    """`_fetch`'s first part for packed rows that registers can hold: their words, a warpgroup's."""
+    words, scalar, layout = source.fmt.words, plgpu.Layout.WG_SPLAT(()), _words_layout(source.fmt)
+    result = plgpu.ShapeDtypeStruct((128 * words,), jnp.dtype(jnp.int32), layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar), return_type=result)
+    def body(_: Any, table: Any, ids: Any, first: Any, half: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        args = (mgpu.memref_ptr(table), mgpu.memref_ptr(ids), first.registers.item(), half.registers.item())
+        got = mgpu.inline_ptx(
+            source.fmt.load_ptx(source.count), *args, result_types=[i32] * words, has_side_effects=True
+        )
+        one = ir.VectorType.get((1,), i32)
+        registers = np.array([vector.broadcast(one, x) for x in got], dtype=object)
+        return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    return body(table, ids, first, half)
+
+
+def _unpack(fmt: Format, words: Array, to: Any) -> None:
+    """`_fetch`'s second part."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), _words_layout(fmt)))
+    def body(_: Any, to: Any, words: Any) -> None:
+        values = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in words.registers.flat]
+        mgpu.inline_ptx(fmt.unpack_ptx(), mgpu.memref_ptr(to), *values)
+
+    body(to, words)
+
+
+def slot_of(k: Array | int, half: Array | int) -> Array | int:
+    """Where among the half blocks in shared memory a half of an item's block k is."""
+    return 2 * (k % 2 if isinstance(k, int) else lax.rem(k, 2)) + half
+
+
+def _sources(work: Any, program: Array, step: Array) -> Iterator[tuple[int, Any, Array, Array, Array, Array]]:
+    """(index, source, whether the step is its, where in its lists the step's ids are, the query, the first row of the
+    batch entry) of every source."""
+    query, key = work.step(program, step)
+    start = 0
+    for n, source in enumerate(work.sources):
+        mine = (key >= start) & (key < start + source.ids)
+        yield n, source, mine, key - start, query, lax.div(query, work.queries_per_entry) * source.count
+        start += source.ids
+
+
+def produce(work: Any, mem: Any, program: Array, half: Array) -> None:
+    """A producer: fetch one channel half of the rows of every step. Half 0 also copies the ids, `AHEAD` steps ahead.
+    Packed rows that registers can hold are on their way before their place is free. `work` and `mem` are forward.Work
+    and forward.Memory."""
+    steps = work.items(program) * work.blocks
+
+    def copy_ids(s: Array) -> None:
+        slot = lax.rem(s, LISTS)
+        for n, _, mine, at, query, _ in _sources(work, program, s):
+            list_ = mem.ids_in[n].at[query, pl.ds(at, KEYS)]
+            pl.when((s < steps) & mine)(
+                partial(plgpu.copy_gmem_to_smem, list_, mem.ids.at[slot], mem.ids_full.at[slot])
+            )
+
+    def read_early(s: Array) -> dict[int, Array]:
+        words = {}
+        for n, source, mine, _, _, first in _sources(work, program, s):
+            if source.fmt.words and not work.interpret:
+                none = plgpu.layout_cast(jnp.zeros((128 * source.fmt.words,), jnp.int32), _words_layout(source.fmt))
+                read = partial(_read, source, mem.tables[n], mem.ids.at[lax.rem(s, LISTS)], first, half)
+                words[n] = lax.cond(mine, read, lambda none=none: none)
+        return words
+
+    def fill(s: Array, nothing: None) -> None:
+        slot, ids = slot_of(lax.rem(s, work.blocks), half), lax.rem(s, LISTS)
+        plgpu.barrier_wait(mem.ids_full.at[ids])
+        words = read_early(s)
+        pl.when(s >= min(2, work.blocks))(lambda: plgpu.barrier_wait(mem.k_free.at[slot]))
+        # The left halves up to step s - 2 are free, so everyone has read that step's ids: these take their place.
+        pl.when(half == 0)(lambda: copy_ids(s + AHEAD))
+        fetch = _fetch_interpreted if work.interpret else _fetch
+        for n, source, mine, _, _, first in _sources(work, program, s):
+            if n in words:
+                pl.when(mine)(partial(_unpack, source.fmt, words[n], mem.k.at[slot]))
+            else:
+                get = partial(fetch, source, mem.tables[n], mem.ids.at[ids], mem.k.at[slot], first, half)
+                pl.when(mine)(get)
+        plgpu.barrier_arrive(mem.k_full.at[slot])
+
+    @pl.when(half == 0)
+    def _start() -> None:
+        lax.fori_loop(0, AHEAD, lambda s, _: copy_ids(s), None)
+
+    lax.fori_loop(0, steps, fill, None)
