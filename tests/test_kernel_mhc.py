@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from dsv41_jax.norm import rmsnorm
 from pallas_kernels import BackendError, mhc
 from pallas_kernels.formats import cast
-from pallas_kernels.mhc import cases, kernel, reference
+from pallas_kernels.mhc import cases, kernel, reference, stream
 
 BY_NAME = {case.name: case for case in cases.SMALL}
 EVERY = pytest.mark.parametrize("name", list(BY_NAME))
@@ -111,8 +111,23 @@ def test_without_a_gpu_the_kernel_is_refused():
 def test_the_model_tiles_cover_every_call_and_the_models_width():
     for tiles in (kernel.H200, kernel.B300):
         assert [t.most for t in tiles] == sorted(t.most for t in tiles)
+        assert isinstance(tiles[-1], kernel.Tile)
         assert tiles[-1].most >= 1 << 30
-        assert all(5120 % (t.columns * t.steps) == 0 and 5120 % t.finish_columns == 0 for t in tiles)
+        assert all(5120 % t.step == 0 for t in tiles)
+
+
+def test_many_tokens_take_one_launch_where_the_gpu_and_their_number_allow_it():
+    def chosen(tokens, tiles, kinds):
+        found = []
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((tokens, 4, 5120), (48, 20480))]
+        jax.eval_shape(lambda x, fn: found.append(kernel._fits(x, fn, tiles, kinds)), *shapes)
+        return found[0]
+
+    both = kernel.Tile, stream.Tile
+    assert isinstance(chosen(8192, kernel.H200, both), stream.Tile)
+    for other in ((8191, kernel.H200, both), (64, kernel.H200, both), (8192, kernel.B300, both)):
+        assert isinstance(chosen(*other), kernel.Tile)
+    assert isinstance(chosen(8192, kernel.H200, (kernel.Tile,)), kernel.Tile)
 
 
 @pytest.mark.gpu

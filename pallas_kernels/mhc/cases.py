@@ -15,10 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.case import Case
-from pallas_kernels.mhc import kernel, reference
+from pallas_kernels.mhc import kernel, reference, stream
 
 SIZES: dict[str, Any] = {"iterations": 20, "eps": 1e-20, "hc_eps": 1e-6}
-TINY = (kernel.Tile(8, 16, 32, 1, 4, 1, 0, 1, 64, 4), kernel.Tile(99, 16, 32, 2, 4, 1, 8, 2, 64, 4))
+TINY = (
+    kernel.Tile(8, 16, 32, 1, 4, 1, 0, 1, 64, 4),
+    kernel.Tile(50, 16, 32, 2, 4, 1, 8, 2, 64, 4),
+    stream.Tile(136, slices=1, teams=1, stages=3, fn_stages=2, lag=1),
+    stream.Tile(192, slices=1, teams=2, stages=3, fn_stages=2, lag=2),
+)
 HALF_STEPS = 40 * 5 * 2.0**-24
 
 
@@ -151,6 +156,8 @@ def _case(name: str, lead: tuple[int, ...], width: int, run: Callable[..., Any] 
 SMALL = (
     _case("one-token", (1,), 64),
     _case("ragged", (2, 9), 128),  # 18 rows in blocks of 16
+    _case("streamed", (2, 68), 64),  # 136 rows in blocks of 64
+    _case("streamed by two", (192,), 64),  # three blocks for two teams
     _case("coefficients", (5,), 128, _coefficients),
 )
 MODEL = (

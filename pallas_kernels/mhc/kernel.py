@@ -1,4 +1,5 @@
-"""The site between two sublayers in two launches: streams read once, written once.
+"""The site between two sublayers: streams read once, written once, in two launches; of many tokens, in multiples of 8
+and where the GPU has `wgmma`, in the one launch of `stream.py`.
 
 **Why.** XLA runs update, collapse, norm and coefficients as separate passes over the M streams: 1.46 ms at T = 8192 on
 an H200, 7.5 times the floor of (2M + 2) D values a token. Here a sweep reads X and y and writes X' and the collapse,
@@ -14,11 +15,11 @@ partial sums of its 24 products, of X'^2 and of collapse^2. Every block of rows 
 tokens want tall blocks. Finish: some blocks add the partial sums and turn them into coefficients, the others normalize.
 A ragged last block repeats the last row, and writes equal values.
 
-Backend: Pallas-Triton; its elementwise part and dot share one layout here. What was tried at T = 8192 (floor 0.20 ms):
-one pass over a row's columns, 16 rows a block (2.5 times the floor: fn from L2 outweighs the streams); streams as the
-left operand (the update computed twice, in two layouts, and spills); 8 warps (the accumulator changes layout through
-shared memory twice a step: 2.8 times); without explicit FMA; strips of 16 columns (half as fast as 32). Left of it
-(ncu): 8 warps an SM wait for loads, L2 at 70 % of its throughput, DRAM at 58 %, instruction issue at a third.
+Backend: Pallas-Triton; its elementwise part and dot share one layout here. What was tried at T = 8192 (floor 0.20 ms,
+this 0.34): one pass over a row's columns, 16 rows a block (2.5 times the floor: fn from L2 outweighs the streams);
+streams as the left operand (the update computed twice, in two layouts, and spills); 8 warps (the accumulator changes
+layout through shared memory twice a step: 2.8 times); without explicit FMA; strips of 16 columns (half as fast as 32).
+Left of it (ncu): 8 warps an SM wait for loads, L2 at 70 % of its throughput, DRAM at 58 %, issue at a third.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +39,9 @@ from jaxtyping import Array, BFloat16, Float, Float32
 
 from pallas_kernels import BackendError
 from pallas_kernels.formats import cast
+from pallas_kernels.mhc import stream
+from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
 from pallas_kernels.target import tile as target_tile
-
-RECORD = 32  # floats of a partial sum: 2M + M*M products, X'^2, collapse^2, padding
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,23 @@ class Tile:
     finish_tokens: int
     finish_columns: int
     finish_warps: int
+    granule: ClassVar[int] = 1  # what the tokens are a multiple of
+
+    @property
+    def step(self) -> int:
+        """What the width is a multiple of."""
+        return math.lcm(self.columns * self.steps, self.finish_columns)
 
 
-H200 = (
+Tiles = tuple[Tile | stream.Tile, ...]  # a call takes the first of a kind it can use that is for so many tokens
+H200: Tiles = (
     Tile(16, 16, 64, 1, 4, 1, 0, 1, 512, 2),
     Tile(256, 16, 64, 1, 4, 1, 0, 1, 1024, 4),
     Tile(1024, 32, 64, 1, 4, 1, 0, 1, 1024, 1),
+    stream.Tile(1 << 30),
     Tile(1 << 30, 64, 32, 16, 4, 3, 128, 2, 1024, 4),
 )
-B300 = H200
+B300: Tiles = tuple(tile for tile in H200 if isinstance(tile, Tile))  # it has no wgmma
 
 
 def prepare(fn: Float32[Array, "coefficients hidden"]) -> BFloat16[Array, "halves hidden"]:
@@ -160,34 +169,14 @@ def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: 
     product, square, read_square = step(0, sums) if tile.steps == 1 else lax.fori_loop(0, tile.steps, step, sums)
     record = product.reshape(2, RECORD, tile.tokens).sum(axis=0)
     place = lax.broadcasted_iota(jnp.int32, record.shape, 0)
-    record = jnp.where(place == RECORD - 2, square.sum(axis=0)[None, :], record)
-    record = jnp.where(place == RECORD - 1, read_square.sum(axis=0)[None, :], record)
+    record = jnp.where(place == SQUARE, square.sum(axis=0)[None, :], record)
+    record = jnp.where(place == READ_SQUARE, read_square.sum(axis=0)[None, :], record)
     _part(part_ref, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)[...] = record
 
 
 def _part(part_ref, row: Array, place: Array, tile: Tile):
     """Partial sums of tokens `row`, number `place` (chunk * RECORD + n)."""
     return part_ref.at[(place, row) if tile.lanes else (row, place)]
-
-
-def _sinkhorn(logits: list[list[Array]], iterations: int, eps: float, interpret: bool) -> list[list[Array]]:
-    """The reference's iterations, each of the M*M numbers an array of its own: no reduction crosses threads."""
-    every = range(len(logits))
-
-    def total(values: list[Array]) -> Array:  # by pairs: the chain of 40 sums is what takes time
-        return values[0] if len(values) == 1 else total(values[::2]) + total(values[1::2])
-
-    def rows(c, eps):
-        inverse = [_reciprocal(total(row) + eps, interpret=interpret) for row in c]
-        return [[v * r for v in row] for row, r in zip(c, inverse, strict=True)]
-
-    def columns(c):
-        inverse = [_reciprocal(total([row[j] for row in c]) + eps, interpret=interpret) for j in every]
-        return [[v * r for v, r in zip(row, inverse, strict=True)] for row in c]
-
-    exps = [[jnp.exp(v - reduce(jnp.maximum, row)) for v in row] for row in logits]
-    comb = columns([[v + eps for v in row] for row in rows(exps, 0.0)])
-    return lax.fori_loop(0, iterations - 1, lambda _, c: columns(rows(c, eps)), comb)
 
 
 def _sum(part_ref, rows: Array, n: int, tile: Tile, chunks: int) -> Array:
@@ -199,40 +188,36 @@ def _sum(part_ref, rows: Array, n: int, tile: Tile, chunks: int) -> Array:
     return jnp.where(chunk < chunks, found, 0.0).sum(axis=1)
 
 
-def _sums_of_lanes(part_ref, rows: Array, wanted: list[int], chunks: int) -> list[Array]:
+def _sums_of_lanes(part_ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
     """Several numbers of many tokens, one a thread."""
 
     def add(chunk, total):
-        return [value + part_ref[chunk * RECORD + n, rows] for value, n in zip(total, wanted, strict=True)]
+        return [value + part_ref[chunk * RECORD + n, rows] for value, n in zip(total, numbers, strict=True)]
 
-    return lax.fori_loop(0, chunks, add, [jnp.zeros(rows.shape, jnp.float32)] * len(wanted))
+    return lax.fori_loop(0, chunks, add, [jnp.zeros(rows.shape, jnp.float32)] * len(numbers))
 
 
-def _sums_of_one(part_ref, rows: Array, wanted: list[int], chunks: int) -> list[Array]:
+def _sums_of_one(part_ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
     """Several numbers of one token: its partial sums are read as they lie, then picked from the total."""
     shape = (1, pl.next_power_of_2(chunks), RECORD)
     place = lax.broadcasted_iota(jnp.int32, shape, 1) * RECORD + lax.broadcasted_iota(jnp.int32, shape, 2)
     found = part_ref[jnp.broadcast_to(rows[:, None, None], shape), jnp.minimum(place, chunks * RECORD - 1)]
     record = jnp.where(place < chunks * RECORD, found, 0.0).sum(axis=1)
     column = lax.broadcasted_iota(jnp.int32, record.shape, 1)
-    return [jnp.where(column == n, record, 0.0).sum(axis=1) for n in wanted]
+    return [jnp.where(column == n, record, 0.0).sum(axis=1) for n in numbers]
 
 
 def _coefficients(refs, rows: Array, *, tile: Tile, sizes, streams: int, width: int, chunks: int, interpret: bool):
     part_ref, scale_ref, base_ref, pre_ref, post_ref, comb_ref = refs
-    iterations, eps, hc_eps = sizes
     count = streams * (streams + 2)
     scale, base = [scale_ref[i] for i in range(3)], [base_ref[i] for i in range(count)]  # before any store
-    wanted = [*range(count), RECORD - 2]
-    number = (_sums_of_lanes if tile.lanes else _sums_of_one)(part_ref, rows, wanted, chunks)
-    inverse = lax.rsqrt(number[-1] / (streams * width) + eps)
-    group = [0] * streams + [1] * streams + [2] * streams**2
-    logit = [number[n] * inverse * scale[group[n]] + base[n] for n in range(count)]
+    number = (_sums_of_lanes if tile.lanes else _sums_of_one)(part_ref, rows, wanted(streams), chunks)
+    reciprocal = partial(_reciprocal, interpret=interpret)
+    pre, post, comb = mixes(number, scale, base, streams=streams, width=width, sizes=sizes, reciprocal=reciprocal)
     for j in range(streams):
-        pre_ref[rows, j] = jax.nn.sigmoid(logit[j]) + hc_eps
-        post_ref[rows, j] = 2.0 * jax.nn.sigmoid(logit[streams + j])
-    square = [logit[start : start + streams] for start in range(2 * streams, count, streams)]
-    for i, line in enumerate(_sinkhorn(square, iterations, hc_eps, interpret)):
+        pre_ref[rows, j] = pre[j]
+        post_ref[rows, j] = post[j]
+    for i, line in enumerate(comb):
         for j, value in enumerate(line):
             comb_ref[rows, i * streams + j] = value
 
@@ -260,7 +245,7 @@ def _finish(*refs, tile: Tile, sizes, streams: int, width: int, chunks: int, fus
         rows = _rows((block - makers) // parts, tile.finish_tokens, tokens)
         here = pl.ds((block - makers) % parts * tile.finish_columns, tile.finish_columns)
         read, weight = read_ref[rows, here].astype(jnp.float32), norm_ref[here].astype(jnp.float32)
-        inverse = lax.rsqrt(_sum(part_ref, rows, RECORD - 1, tile, chunks) / width + sizes[1])
+        inverse = lax.rsqrt(_sum(part_ref, rows, READ_SQUARE, tile, chunks) / width + sizes[1])
         out_ref[rows, here] = (weight[None, :] * (read * inverse[:, None])).astype(jnp.bfloat16)
 
 
@@ -291,7 +276,7 @@ def _launches(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         name="mhc_sweep",
         interpret=interpret,
-    )(x.reshape(tokens, -1), *given, prepare(fn) if fn.dtype == jnp.float32 else fn)
+    )(x.reshape(tokens, -1), *given, fn)
     coefficients = [jax.ShapeDtypeStruct((tokens, n), jnp.float32) for n in (streams, streams, streams * streams)]
     blocks = -(-tokens // max(tile.lanes, 1))
     blocks += -(-tokens // tile.finish_tokens) * (width // tile.finish_columns) if fused else 0
@@ -306,18 +291,19 @@ def _launches(
     return [*written[:1], *normed, pre, post, comb.reshape(tokens, streams, streams)]
 
 
-def _fits(x: Array, fn: Array, tiles: tuple[Tile, ...] | None, **others: Array) -> Tile:
-    """The tile for this call, or the rule that it breaks."""
+def _fits[T: Tile | stream.Tile](
+    x: Array, fn: Array, tiles: Tiles | None, kinds: tuple[type[T], ...], **others: Array
+) -> T:
+    """The tile for this call, of one of the `kinds` of kernel, or the rule that it breaks."""
     for name, array in {"x": x, **others}.items():
         if array.dtype != jnp.bfloat16:
             raise BackendError(f"backend 'pallas': mhc takes {name} in bfloat16, not {array.dtype}")
     streams, width = x.shape[-2:]
     tokens, count = math.prod(x.shape[:-2]), streams * (streams + 2)
     tiles = target_tile({"sm_90": H200, "sm_103": B300}) if tiles is None else tiles
-    tile = next(t for t in tiles if tokens <= t.most)
-    step = math.lcm(tile.columns * tile.steps, tile.finish_columns)
-    if width % step or count > RECORD - 2 or tokens == 0:
-        rule = f"a width in multiples of {step}, at most {RECORD - 2} coefficients and a token"
+    tile = next(t for t in tiles if isinstance(t, kinds) and tokens <= t.most and tokens % t.granule == 0)
+    if width % tile.step or count > RECORD - 2 or tokens == 0:
+        rule = f"a width in multiples of {tile.step}, at most {RECORD - 2} coefficients and a token"
         raise BackendError(f"backend 'pallas': mhc takes {rule}; x is {x.shape}")
     return tile
 
@@ -331,13 +317,13 @@ def coefficients(
     iterations: int,
     eps: float,
     hc_eps: float,
-    tile: tuple[Tile, ...] | None = None,
+    tile: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """As the reference's; `fn` may be prepared."""
-    chosen, lead = _fits(x, fn, tile), x.shape[:-2]
+    chosen, lead = _fits(x, fn, tile, (Tile,)), x.shape[:-2]
     flat = x.reshape(-1, *x.shape[-2:])
-    sizes = (iterations, eps, hc_eps)
+    sizes, fn = (iterations, eps, hc_eps), prepare(fn) if fn.dtype == jnp.float32 else fn
     out = _launches(flat, (), None, fn, scale, base, sizes=sizes, tile=chosen, interpret=interpret)
     pre, post, comb = (value.reshape(*lead, *value.shape[1:]) for value in out)
     return pre, post, comb
@@ -357,15 +343,19 @@ def site(
     iterations: int,
     eps: float,
     hc_eps: float,
-    tile: tuple[Tile, ...] | None = None,
+    tile: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """As the reference's; `fn` may be prepared."""
-    chosen = _fits(x, fn, tile, y=y, norm=norm)
+    chosen = _fits(x, fn, tile, (Tile, stream.Tile), y=y, norm=norm)
     lead, (streams, width) = x.shape[:-2], x.shape[-2:]
     flat = x.reshape(-1, streams, width)
     given = y.reshape(-1, width), post.reshape(-1, streams), comb.reshape(-1, streams**2), mix.reshape(-1, streams)
-    sizes = (iterations, eps, hc_eps)
-    out = _launches(flat, given, norm, fn, scale, base, sizes=sizes, tile=chosen, interpret=interpret)
-    new, read, pre, post, comb = (value.reshape(*lead, *value.shape[1:]) for value in out)
-    return new.reshape(x.shape), read, pre, post, comb
+    sizes, fn = (iterations, eps, hc_eps), prepare(fn) if fn.dtype == jnp.float32 else fn
+    arrays = flat, given, norm, fn, scale, base
+    if isinstance(chosen, stream.Tile):
+        out = stream.site(*arrays, sizes=sizes, tile=chosen, interpret=interpret)
+    else:
+        out = _launches(*arrays, sizes=sizes, tile=chosen, interpret=interpret)
+    new, read, pre, post, made = (value.reshape(*lead, *value.shape[1:]) for value in out)
+    return new.reshape(x.shape), read, pre, post, made.reshape(comb.shape)
