@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32, Shaped
 
-from dsv41_jax.cache import LayerCache, Span, push_ring, window_ids, write_entries
+from dsv41_jax.cache import LayerCache, Span, cached_rows, push_ring, window_ids, write_entries
 from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.indexer import Indexer
@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         ratio = self.plan.ratio
         first = span.start // ratio
         positions = (first[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)) * ratio
-        entries = num.main.pack(rotate(latent, positions, layer_frequencies(self.cfg, ratio)))
+        entries = cached_rows(latent, None, positions, layer_frequencies(self.cfg, ratio), num.main, num)
         keys = self.indexer.keys(latent, positions, num)
         cache = replace(
             cache,
@@ -94,8 +94,8 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], num: Numerics
     ) -> Shaped[Array, "B T row"]:
         """This layer's own latent of each token, rotated, as the window cache keeps it."""
-        kv = self.kv_norm(self.wkv(x, num), num)
-        return num.window.pack(rotate(kv, positions, layer_frequencies(self.cfg, self.plan.ratio)))
+        freqs = layer_frequencies(self.cfg, self.plan.ratio)
+        return cached_rows(self.wkv(x, num), self.kv_norm, positions, freqs, num.window, num)
 
     def read(
         self,

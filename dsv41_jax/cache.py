@@ -25,10 +25,13 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from dsv41_jax.config import Config
+from dsv41_jax.norm import RMSNorm
 from dsv41_jax.quant import Numerics, Storage
+from dsv41_jax.rope import rotate
+from pallas_kernels.pack import pack
 
 
 @jax.tree_util.register_dataclass
@@ -191,6 +194,21 @@ class Span:
     @property
     def end(self) -> Int32[Array, " B"]:
         return self.start + self.count
+
+
+def cached_rows(
+    x: Float[Array, "B K H"],
+    norm: RMSNorm | None,
+    positions: Int32[Array, "B K"],
+    freqs: Float32[np.ndarray, " pairs"],
+    storage: Storage,
+    num: Numerics,
+) -> Shaped[Array, "B K row"]:
+    """What a cache keeps of x: normed (where it is not yet), rotated by its positions, and quantized."""
+    if storage.layout is not None:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
+        return pack(x, positions, jnp.asarray(freqs), weight, eps=eps, layout=storage.layout, backend=num.backend)
+    return storage.pack(rotate(x if norm is None else norm(x, num), positions, freqs))
 
 
 def window_ids(span: Span, window: int, ring: int) -> Int32[Array, "B T W"]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32, Shaped
 
-from dsv41_jax.cache import Span
+from dsv41_jax.cache import Span, cached_rows
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.linear import Linear, QuantizedLinear
 from dsv41_jax.norm import RMSNorm
@@ -48,8 +48,8 @@ class Indexer(nnx.Module):
     ) -> Shaped[Array, "B K row"]:
         """Index keys of latents (before rope) whose groups start at `positions`, as the cache keeps them."""
         assert self.wk is not None and self.k_norm is not None
-        key = rotate(self.k_norm(self.wk(latent, num), num), positions, layer_frequencies(self.cfg, self.plan.ratio))
-        return num.index.pack(key)
+        freqs = layer_frequencies(self.cfg, self.plan.ratio)
+        return cached_rows(self.wk(latent, num), self.k_norm, positions, freqs, num.index, num)
 
     def __call__(
         self,

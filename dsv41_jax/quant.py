@@ -13,12 +13,14 @@ Source: numerics of the released inference program.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import BackendError
+from pallas_kernels.pack import width
 from pallas_kernels.rows import (
     pack_bf16,
     pack_fp8,
@@ -46,11 +48,13 @@ Quantizer = Callable[[Array], Array]
 @dataclass(frozen=True)
 class Storage:
     """How cached rows are kept: `pack` writes, `unpack(rows, dtype)` reads; calling it rounds as writing and reading
-    would. `bytes_of` gives the bytes of a packed row of so many channels; without it rows are values."""
+    would. `bytes_of` gives the bytes of a packed row of so many channels; without it rows are values. `layout` is what
+    the operation `pallas_kernels.pack` calls it, if it knows it."""
 
     pack: Quantizer
     unpack: Callable[[Array, DTypeLike], Array]
     bytes_of: Callable[[int], int] | None = None
+    layout: str | None = None
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         return self.unpack(self.pack(x), x.dtype)
@@ -67,9 +71,9 @@ def values(quantizer: Quantizer = keep) -> Storage:
     return Storage(quantizer, lambda rows, dtype: rows.astype(dtype))
 
 
-FP8 = Storage(pack_fp8, unpack_fp8, lambda k: k + k // 32)
-NVFP4 = Storage(pack_nvfp4, unpack_nvfp4, lambda k: k // 2 + k // 16)
-MXFP4 = Storage(pack_mxfp4, unpack_mxfp4, lambda k: k // 2 + k // 32)
+FP8 = Storage(pack_fp8, unpack_fp8, partial(width, layout="fp8"), "fp8")
+NVFP4 = Storage(pack_nvfp4, unpack_nvfp4, partial(width, layout="nvfp4"), "nvfp4")
+MXFP4 = Storage(pack_mxfp4, unpack_mxfp4, partial(width, layout="mxfp4"), "mxfp4")
 BF16 = Storage(pack_bf16, unpack_bf16, lambda k: 2 * k)
 _KEPT, _FP8, _NVFP4, _MXFP4 = values(), values(round_fp8), values(round_nvfp4), values(round_mxfp4)
 
