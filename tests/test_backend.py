@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from dsv41_jax import Model, quant, sharding
 from dsv41_jax.cache import init_cache
+from dsv41_jax.dspark import draft
 from dsv41_jax.engram import EngramRows
 from dsv41_jax.model import abstract_parameters, forward
 from pallas_kernels import BackendError
@@ -45,11 +46,14 @@ def test_kernels_take_the_released_sizes(batch, tokens):
         columns, width = (batch, tokens, cfg.engram_columns), cfg.engram_head_dim
         codes, scales = (jnp.zeros((*columns, size), jnp.uint8) for size in (width, width // 32))
         rows = EngramRows(codes, scales, jnp.zeros(columns, jnp.int32))
-        return forward(params, ids, init_cache(cfg, batch, 64, num), cfg, num=num, rows=[rows])[0]
+        logits, state, _ = forward(params, ids, init_cache(cfg, batch, 64, num), cfg, num=num, rows=[rows])
+        weights, last = (params.embed.weight[...], params.head.weight[...]), ids[:, -1]
+        guess = lambda logits, _: jnp.argmax(logits, axis=-1).astype(jnp.int32)  # noqa: E731
+        return logits, draft(params.mtp, *weights, state.drafts, state.length, last, guess, cfg, num).ids
 
     with use_abstract_mesh(H200):
-        logits = jax.eval_shape(run, abstract_parameters(cfg), jax.ShapeDtypeStruct((batch, tokens), jnp.int32))
-    assert logits.shape == (batch, tokens, cfg.vocab_size)
+        logits, drafts = jax.eval_shape(run, abstract_parameters(cfg), jax.ShapeDtypeStruct((batch, tokens), jnp.int32))
+    assert (logits.shape, drafts.shape) == ((batch, tokens, cfg.vocab_size), (batch, cfg.dspark_block_size))
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(0.014, PASS), (0.016, FAIL), (np.nan, FAIL)])
