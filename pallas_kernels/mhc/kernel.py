@@ -308,6 +308,10 @@ def _fits[T: Tile | stream.Tile](
     return tile
 
 
+_STATIC = ("iterations", "eps", "hc_eps", "tile", "interpret")
+
+
+@partial(jax.jit, static_argnames=_STATIC)  # a model traces it once a shape
 def coefficients(
     x: Float[Array, "*lead M D"],
     fn: Array,
@@ -329,6 +333,7 @@ def coefficients(
     return pre, post, comb
 
 
+@partial(jax.jit, static_argnames=_STATIC)
 def site(
     x: Float[Array, "*lead M D"],
     y: Float[Array, "*lead D"],

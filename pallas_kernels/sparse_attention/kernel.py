@@ -130,6 +130,10 @@ def _attend_backward(call: _Call, kept: Any, given: tuple[Array, Array]) -> tupl
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+_STATIC = ("scale", "unpack_window", "unpack_main", "out_dtype", "tile", "interpret")
+
+
+@partial(jax.jit, static_argnames=_STATIC)  # a model traces it once a shape
 def sparse_attention(
     q: Float[Array, "B T N H"],
     window: Shaped[Array, "B X window_row"],
