@@ -385,3 +385,6 @@ def produce(work: Any, mem: Any, program: Array, half: Array) -> None:
         lax.fori_loop(0, AHEAD, lambda s, _: copy_ids(s), None)
 
     lax.fori_loop(0, steps, fill, None)
+    if work.interpret:  # where who waits at a barrier must see its every phase (JAX 0.11)
+        for k in range(min(2, work.blocks)):
+            plgpu.barrier_wait(mem.k_free.at[slot_of(k, half)])
