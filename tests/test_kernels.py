@@ -11,8 +11,10 @@ import pytest
 from dsv41_jax import Model, pretrained
 from dsv41_jax.quant import keep
 from pallas_kernels import BackendError, mhc
+from pallas_kernels.block_linear import block_diagonal, block_linear
 from pallas_kernels.grouped_matmul import experts
 from pallas_kernels.indexer import index_scores
+from pallas_kernels.pack import insert, pack
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.topk import topk
 
@@ -37,13 +39,35 @@ def calls() -> dict:
     ids = int32([[[0, 2, -1], [1, -1, 4]]])
     weight = jnp.full((2, 32, 16), 0x22, jnp.uint8), jnp.full((2, 32, 1), 127, jnp.uint8)
     sizes = {"iterations": 2, "eps": 1e-20, "hc_eps": 1e-6}
+    matrix = normal(64, 32).astype(jnp.float8_e4m3fn), jnp.full((2, 1), 127, jnp.uint8)
+    row = {"eps": 1e-20, "layout": "fp8"}
+    positions, freqs, store = int32([[3, 0]]), normal(4), jnp.zeros((1, 5, 33), jnp.uint8)
     return {
+        "block_linear": (block_linear, (normal(3, 32), *matrix), {}),
+        "block_linear.block_diagonal": (block_diagonal, (normal(3, 2, 32), *matrix), {}),
+        "pack": (pack, (normal(1, 2, 32), positions, freqs, normal(32)), row),
+        "pack.insert": (insert, (store, normal(1, 2, 32), positions, int32([[4, 1]]), freqs, normal(32)), row),
         "sparse_attention": (
             sparse_attention,
             (normal(1, 2, 4, 32), normal(1, 5, 32), ids, normal(1, 5, 32), ids, normal(4)),
             {"scale": 0.2},
         ),
         "mhc.coefficients": (mhc.coefficients, (normal(3, 4, 8), normal(24, 32), normal(3), normal(24)), sizes),
+        "mhc.site": (
+            mhc.site,
+            (
+                normal(3, 4, 8),
+                normal(3, 8),
+                normal(3, 4),
+                normal(3, 4, 4),
+                normal(3, 4),
+                normal(8),
+                normal(24, 32),
+                normal(3),
+                normal(24),
+            ),
+            sizes,
+        ),
         "mhc.collapse": (mhc.collapse, (normal(3, 4, 8), normal(3, 4)), {}),
         "mhc.update": (mhc.update, (normal(3, 4, 8), normal(3, 8), normal(3, 4), normal(3, 4, 4)), {}),
         "grouped_matmul.experts": (
