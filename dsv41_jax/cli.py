@@ -48,16 +48,17 @@ prefill_option = click.option(
     type=click.Choice(["full", "replay"]),
     help="replay: an approximation that runs the upper layers on the end of the prompt alone",
 )
+numerics_option = click.option(
+    "--numerics", default="reference", show_default=True, type=click.Choice(list(NUMERICS)), help="arithmetic by name"
+)
+backend_option = click.option(
+    "--backend", default="xla", show_default=True, type=click.Choice(["xla", "pallas"]), help="pallas: the GPU kernels"
+)
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """--numerics and --backend, as `load_model` takes them."""
-    for name, default, choices, what in (
-        ("--backend", "xla", ("xla", "pallas"), "pallas: the GPU kernels"),
-        ("--numerics", "reference", tuple(NUMERICS), "arithmetic by name"),
-    ):
-        command = click.option(name, default=default, show_default=True, type=click.Choice(choices), help=what)(command)
-    return command
+    """What `load_model` takes."""
+    return numerics_option(backend_option(command))
 
 
 @contextmanager

@@ -128,8 +128,10 @@ def compile_case(function: Callable[..., Any], shapes: Any, place: Callable[[Any
     """{kernels: {name: {registers, spill, shared}}} or {error} of `function` compiled for `shapes`."""
     import jax
 
+    from pallas_kernels.bench import command_buffers, dump
+
     log = folder / "log"
-    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_gpu_graph_min_graph_size": 1}
+    options = dump(folder) | {"xla_gpu_graph_min_graph_size": 1}
     try:
         with output_to(log):
             jax.jit(function).lower(*jax.tree.map(place, shapes)).compile(compiler_options=options)
@@ -137,13 +139,12 @@ def compile_case(function: Callable[..., Any], shapes: Any, place: Callable[[Any
         return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
     text = log.read_text(errors="replace")
     thunks = "\n".join(path.read_text() for path in folder.glob("*thunk_sequence.txt"))
-    after = "\n".join(path.read_text() for path in folder.glob("*after_thunk_passes.txt"))
     shared = shared_memory(thunks, text)
     kernels = ptxas_report(text)
     for name, kernel in kernels.items():
         kernel["shared"] = shared.get(name, shared.get("", 0))
-    launches = [line for line in after.splitlines() if "kCustom" in line]
-    return {"kernels": kernels, "graph": bool(launches) and all(line.startswith(" ") for line in launches)}
+    placed = command_buffers(folder)
+    return {"kernels": kernels, "graph": placed["inside"] > 0 and not placed["outside"]}
 
 
 def compile_all(target: str, wanted: Sequence[str]) -> None:

@@ -100,6 +100,11 @@ def compiled(function: Callable[..., Any], args: tuple[Any, ...], options: dict[
     return jax.jit(function).lower(*args).compile(compiler_options=options)
 
 
+def dump(folder: Path | str) -> dict[str, Any]:
+    """Compiler options: XLA's text of the program goes to `folder`."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
 def rotating(inputs: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     """Enough copies of the inputs that a call finds none of them in the L2 cache, at most `count`."""
     copies = min(count, max(1, -(-L2_BYTES // max(nbytes(inputs), 1))))
@@ -220,9 +225,8 @@ def timings(case: Case, inputs: tuple[Any, ...], rates: dict[str, float], clock:
     count = calls_of(case, rates)
     sets = rotating(inputs, count)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         jobs = {
-            "kernel": pool.submit(compiled, chain(case.kernel, count), (sets,), SERIAL | dump),
+            "kernel": pool.submit(compiled, chain(case.kernel, count), (sets,), SERIAL | dump(folder)),
             "no_graphs": pool.submit(compiled, chain(case.kernel, count), (sets,), NO_GRAPHS),
         }
         if against:
@@ -266,8 +270,8 @@ def time_peers(folders: Sequence[Path], op: str, case: Case, inputs: tuple[Any, 
 
 def measure(op: str, case: Case, options: argparse.Namespace, rates: dict[str, float], clock: Clock | None) -> dict:
     """Everything about one case, as it goes into the file."""
-    result: dict[str, Any] = {"op": op, "case": case.name, "flops": case.flops, "nbytes": case.nbytes}
-    result |= {"seed": options.seed}
+    result: dict[str, Any] = {"op": op, "case": case.name, "seed": options.seed}
+    result |= {"flops": case.flops, "nbytes": case.nbytes}
     try:
         inputs = jax.block_until_ready(case.inputs(options.seed))
         result |= check(case, inputs)

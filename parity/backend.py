@@ -25,7 +25,7 @@ from dsv41_jax.cache import init_cache
 from dsv41_jax.model import Transformer, abstract_parameters, spread
 from dsv41_jax.programs import Programs
 from dsv41_jax.quant import NUMERICS, Numerics, numerics
-from pallas_kernels.bench import Clock, command_buffers
+from pallas_kernels.bench import Clock, command_buffers, dump
 from parity.table import FAIL, PASS, Row, relative_l2
 
 RULE = 1.5  # error against float32, over XLA's
@@ -109,7 +109,7 @@ def decode(cfg: Config, params: Transformer, num: Numerics, batch: int, clock: C
     jitted: Any = programs.step
     with tempfile.TemporaryDirectory() as folder:
         lowered = jitted.lower(*given, cache, taps=(), last_only=True, replay=False)
-        step = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        step = lowered.compile(compiler_options=dump(folder))
         placed = command_buffers(Path(folder))
 
     def once() -> Array:

@@ -1,5 +1,7 @@
 """Sparse attention over two sets of rows: the layer's window and the selected compressed entries (paper 2.3)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -37,30 +39,11 @@ def sparse_attention(
     288 (NVFP4) or 1024 (bfloat16). It is differentiable in q, the sinks, and rows that are values. Raises BackendError
     where the backend has no kernel. Source: paper 2.3; the released `sparse_attn`.
     """
+    arrays = q, window, window_ids, main, main_ids, sink
+    rows: dict[str, Any] = {"scale": scale, "unpack_window": unpack_window, "unpack_main": unpack_main}
     if use_kernel("sparse_attention", backend, "mosaic"):
         from pallas_kernels.sparse_attention import kernel
 
-        return kernel.sparse_attention(
-            q,
-            window,
-            window_ids,
-            main,
-            main_ids,
-            sink,
-            scale=scale,
-            unpack_window=unpack_window,
-            unpack_main=unpack_main,
-            out_dtype=out_dtype,
-        )
-    o, lse = reference.sparse_attention(
-        q,
-        window,
-        window_ids,
-        main,
-        main_ids,
-        sink,
-        scale=scale,
-        unpack_window=unpack_window,
-        unpack_main=unpack_main,
-    )
+        return kernel.sparse_attention(*arrays, **rows, out_dtype=out_dtype)
+    o, lse = reference.sparse_attention(*arrays, **rows)
     return cast(o, out_dtype), lse
