@@ -14,7 +14,7 @@ from pathlib import Path  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from dsv41_jax import Config, Model  # noqa: E402
+from dsv41_jax import Config, Model, generate  # noqa: E402
 from dsv41_jax.engram import Memory, Table, layouts  # noqa: E402
 from dsv41_jax.model import random_parameters  # noqa: E402
 
@@ -95,3 +95,13 @@ def tiny_reference() -> Model:
 def units() -> dict[str, np.ndarray]:
     """Vectors of single operations from the released program."""
     return dict(np.load(UNITS))
+
+
+@pytest.fixture(scope="module")
+def few_short_compilations():
+    """Calls of 16 tokens only, for a file of replays: a prompt of 40 is three chunks, and the tests share programs."""
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling is nearly all that it does
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "BUCKETS", (16,))
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -16,6 +16,8 @@ from dsv41_jax.model import forward
 from dsv41_jax.vision import ImageInput
 
 TOL = {"atol": 2e-5, "rtol": 0}
+W, ROWS, WIDTH, CAPACITY = 8, 40, 56, 128  # of the tests' small models: a row of the batch for every length 1 .. 40
+LENGTHS = np.arange(1, ROWS + 1)
 
 
 def oracle(cfg, num, batch, width, capacity):
@@ -151,3 +153,17 @@ def behind(logits, n):
 def worst(one, two):
     """The largest difference in each row."""
     return np.abs(np.asarray(one) - np.asarray(two)).reshape(len(one), -1).max(axis=1)
+
+
+def floors(cut, start, layers=4):
+    """Queries of layers `cut` and above see nothing before `start`."""
+    return [start if layer >= cut else np.zeros_like(start) for layer in range(layers)]
+
+
+def assert_entries_are_the_snapshots(cache, snapshot, n):
+    """Bit for bit; what stands behind a row's own prefix is dead."""
+    kept = [layer for layer in cache.layers if layer.main is not None]
+    for layer, stored in zip(kept, snapshot.entries, strict=True):
+        for one, two in zip((layer.main, layer.index_keys), stored, strict=True):
+            live = (np.arange(one.shape[1]) < np.asarray(n)[:, None] // layer.ratio)[..., None]
+            np.testing.assert_array_equal(np.where(live, one, 0), np.where(live, wide(two, one.shape), 0))
