@@ -40,6 +40,16 @@ def hyper_connection(cfg: Config) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
     return fn, base, parameter((3,), jnp.float32, (None,))
 
 
+def prepared[Module: nnx.Module](params: Module) -> Module:
+    """The parameters as the kernels read them: `fn` of every site split once, not in every step."""
+    graph, state = nnx.split(params)
+    leaves = dict(nnx.to_flat_state(state))
+    for path, leaf in leaves.items():
+        if path[-1] in ("hc_attn_fn", "hc_ffn_fn"):
+            leaves[path] = leaf.replace(mhc.prepare(leaf[...]))
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
 class Block(nnx.Module):
     """`plan` says what the layer is; `experts` of which `per_token` are active are its routed experts."""
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from dsv41_jax.block import prepared
 from dsv41_jax.cache import Cache
 from dsv41_jax.config import Config
 from dsv41_jax.dspark import Choose, Drafts, draft
@@ -43,8 +44,9 @@ class Programs:
 
     def __init__(self, cfg: Config, params: Transformer, num: Numerics):
         self.cfg, self.num = cfg, num
+        check_backend(num.backend, mesh_of(jax.tree.leaves(params)))
+        params = prepared(params) if num.backend == "pallas" else params
         self.leaves, self._structure = jax.tree.flatten(params)  # flat: a step need not walk the modules
-        check_backend(num.backend, mesh_of(self.leaves))
         self.step = self._compiled(self._step, static_argnames=("taps", "last_only", "replay"), donate_argnames="cache")
         self.encode = self._compiled(self._encode, donate_argnames=("cache", "tail"))
         self.decode = self._compiled(self._decode, donate_argnames="cache")

@@ -10,6 +10,7 @@ from conftest import random_model, small_config
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from dsv41_jax import Model, quant, sharding
+from dsv41_jax.block import prepared
 from dsv41_jax.cache import init_cache
 from dsv41_jax.dspark import draft
 from dsv41_jax.engram import EngramRows
@@ -51,8 +52,9 @@ def test_kernels_take_the_released_sizes(batch, tokens):
         guess = lambda logits, _: jnp.argmax(logits, axis=-1).astype(jnp.int32)  # noqa: E731
         return logits, draft(params.mtp, *weights, state.drafts, state.length, last, guess, cfg, num).ids
 
+    ids, parameters = jax.ShapeDtypeStruct((batch, tokens), jnp.int32), abstract_parameters(cfg)
     with use_abstract_mesh(H200):
-        logits, drafts = jax.eval_shape(run, abstract_parameters(cfg), jax.ShapeDtypeStruct((batch, tokens), jnp.int32))
+        logits, drafts = jax.eval_shape(run, jax.eval_shape(prepared, parameters), ids)
     assert (logits.shape, drafts.shape) == ((batch, tokens, cfg.vocab_size), (batch, cfg.dspark_block_size))
 
 

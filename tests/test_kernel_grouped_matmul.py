@@ -137,7 +137,7 @@ def test_groups_cover_every_row_once(tokens, idle, compared, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused():
-    tile = kernel.H200[1][1]
+    tile = kernel.H200.others[0][1]
     w = jnp.zeros((2, 256, 256), jnp.uint8)
     kernel.check(jnp.zeros((1, 512), jnp.bfloat16), w, tile)
     with pytest.raises(BackendError, match="bfloat16 x, not float32"):

@@ -6,6 +6,7 @@ tile holds rows of one expert, and there are at most rows / width + experts of t
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -22,6 +23,10 @@ class Groups(NamedTuple):
     place: Int32[Array, "T A"]
 
 
+# Fused into what reads them, XLA would sum over all experts again for each number.
+in_memory = jax.lax.optimization_barrier
+
+
 def plan_of(sizes: Int32[Array, " E"], rows: int, width: int) -> Plan:
     """Tiles of at most `width` rows for experts with `sizes` rows, at most `rows` together.
 
@@ -31,21 +36,21 @@ def plan_of(sizes: Int32[Array, " E"], rows: int, width: int) -> Plan:
     experts = sizes.shape[0]
     busy = min(experts, rows)
     tiles = -(-sizes // width)
-    after = jnp.cumsum(tiles)
-    number = jnp.arange((rows - busy) // width + busy, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.sum(after <= number[:, None], axis=1, dtype=jnp.int32), experts - 1)
     granules = -(-sizes // GRANULE)
     share = -(-granules // jnp.maximum(tiles, 1)) * GRANULE
+    after, starts = in_memory((jnp.cumsum(tiles), _starts(sizes)))
+    number = jnp.arange((rows - busy) // width + busy, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.sum(after <= number[:, None], axis=1, dtype=jnp.int32), experts - 1)
     within = (number - (after - tiles)[expert]) * share[expert]
     live = jnp.clip(sizes[expert] - within, 0, share[expert])
-    return Plan(expert, _starts(sizes)[expert] + within, live, after[-1:])
+    return Plan(expert, starts[expert] + within, live, after[-1:])
 
 
 def group(ids: Int32[Array, "T A"], experts: int, width: int) -> Groups:
     """Sort T * A rows by expert, in their own order within one, with room to read `width` rows from any."""
     rows = ids.size
     flat = ids.reshape(-1)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    sizes = in_memory(jnp.sum(flat[:, None] == jnp.arange(experts, dtype=jnp.int32), axis=0, dtype=jnp.int32))
     number = jnp.arange(rows, dtype=jnp.int32)
     if rows <= COMPARED:
         earlier = (flat[:, None] == flat) & (number < number[:, None])
@@ -53,7 +58,7 @@ def group(ids: Int32[Array, "T A"], experts: int, width: int) -> Groups:
     else:
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         rank = jnp.zeros(rows, jnp.int32).at[order].set(number - (jnp.cumsum(sizes) - sizes)[flat[order]])
-    place = _starts(sizes)[flat] + rank
+    place = in_memory(_starts(sizes))[flat] + rank
     room = -(-(rows + (GRANULE - 1) * min(experts, rows)) // GRANULE) * GRANULE + width
     slot = jnp.zeros(room, jnp.int32).at[place].set(number, unique_indices=True)
     return Groups(plan_of(sizes, rows, width), slot, place.reshape(ids.shape))

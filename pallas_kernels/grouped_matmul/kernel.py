@@ -18,6 +18,7 @@ gradient: the reference has one.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import inf, lcm
 
@@ -31,25 +32,39 @@ from pallas_kernels.grouped_matmul.groups import group
 from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
 from pallas_kernels.target import tile as target_tile
 
-# (rows an expert, on average, up to which it serves; tile)
-Tiles = tuple[tuple[float, Tile], ...]
-H200: Tiles = (
-    (8 / 384, Tile((16,), chunks=2, stages=4)),  # one token: smaller items, so that each multiprocessor has one
-    (12, Tile((16,), warpgroups=4, chunks=2, stages=3, ahead=0)),
-    (48, Tile((16, 32, 64), chunks=2, stages=3)),
-    (inf, Tile((96, 128), chunks=2, stages=2)),
+FEW = 8  # rows of all experts
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`few` serves up to 8 rows in all: smaller items, so that each multiprocessor has one. Of the others, (rows an
+    expert, on average, up to which it serves; tile)."""
+
+    few: Tile
+    others: tuple[tuple[float, Tile], ...]
+
+
+H200 = Tiles(
+    Tile((16,), chunks=2, stages=4),
+    (
+        (12.0, Tile((16,), warpgroups=4, chunks=2, stages=3, ahead=0)),
+        (48.0, Tile((16, 32, 64), chunks=2, stages=3)),
+        (inf, Tile((96, 128), chunks=2, stages=2)),
+    ),
 )
-B300: Tiles = (
-    (8 / 384, Tile((16,), chunks=2, stages=4, wgmma=False, blocks=148)),
-    (12, Tile((16,), warpgroups=4, chunks=2, stages=3, wgmma=False, blocks=148)),
-    (inf, Tile((16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=148)),
+B300 = Tiles(
+    Tile((16,), chunks=2, stages=4, wgmma=False, blocks=148),
+    (
+        (12.0, Tile((16,), warpgroups=4, chunks=2, stages=3, wgmma=False, blocks=148)),
+        (inf, Tile((16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=148)),
+    ),
 )
 
 
 def select(rows: int, experts: int) -> Tile:
     """The tile for so many rows in all."""
     tiles = target_tile({"sm_90": H200, "sm_103": B300})
-    return next(tile for most, tile in tiles if rows <= most * experts)
+    return tiles.few if rows <= FEW else next(tile for most, tile in tiles.others if rows <= most * experts)
 
 
 def _bytes(scale: Array) -> Array:
@@ -121,7 +136,8 @@ def experts(
     check(x, w1[0], tile)
     if ids.size == 0:
         return jnp.zeros(x.shape, jnp.float32)
-    groups = group(ids, count, tile.widths[-1])
+    # Fused into what reads them, XLA would find each row's place again for every number of that row.
+    groups = jax.lax.optimization_barrier(group(ids, count, tile.widths[-1]))
     rows = FP4.permute(round_input(x))[groups.slot // ids.shape[1]]
     run = partial(gate_up, limit=limit, tile=tile, interpret=interpret)
     hidden = run(rows, weights.reshape(-1)[groups.slot], groups.plan, w1, w3)

@@ -4,37 +4,36 @@ from functools import partial
 from typing import Any
 
 import jax
-from jaxtyping import Array, BFloat16, Float, Float32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.mhc import kernel, reference
-from pallas_kernels.mhc.kernel import prepare
+from pallas_kernels.mhc.kernel import prepare, whole
 from pallas_kernels.target import use_kernel
 
-__all__ = ["coefficients", "collapse", "prepare", "site", "update"]
+__all__ = ["coefficients", "collapse", "prepare", "site", "update", "whole"]
 
 
 def coefficients(
     x: Float[Array, "*lead M D"],
-    fn: Float32[Array, "coefficients hidden"],
+    fn: Float[Array, "rows hidden"],
     scale: Float32[Array, "3"],
     base: Float32[Array, " coefficients"],
     *,
     iterations: int,
     eps: float,
     hc_eps: float,
-    prepared: BFloat16[Array, "halves hidden"] | None = None,
     backend: str = "xla",
 ) -> tuple[Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M M"]]:
     """(pre, post, comb) of a site from the residual streams X before it; `reference.py` has the equations.
 
-    `fn` is [2M + M*M, M*D]. `pre` collapses the streams for the next site, `post` and `comb` update this one's.
-    Everything is float32, whatever X is. The kernel takes bfloat16 streams, and `prepared = prepare(fn)`, made here
-    without it. Source: paper 2.4.1; config keys hc_mult, hc_sinkhorn_iters, hc_eps.
+    `fn` is float32 [2M + M*M, M*D], or `prepare` of it, which a kernel makes in each call that it is not given it.
+    `pre` collapses the streams for the next site, `post` and `comb` update this one's. Everything is float32, whatever
+    X is. The kernel takes bfloat16 streams. Source: paper 2.4.1; config keys hc_mult, hc_sinkhorn_iters, hc_eps.
     """
     sizes = (iterations, eps, hc_eps)
     if use_kernel("mhc.coefficients", backend):
-        return _coefficients(sizes, x, fn, scale, base, prepare(fn) if prepared is None else prepared)
-    return reference.coefficients(x, fn, scale, base, **_named(sizes))
+        return _coefficients(sizes, x, fn, scale, base)
+    return reference.coefficients(x, whole(fn), scale, base, **_named(sizes))
 
 
 def collapse(
@@ -71,14 +70,13 @@ def site(
     comb: Float32[Array, "*lead M M"],
     mix: Float32[Array, "*lead M"],
     norm: Float[Array, " D"],
-    fn: Float32[Array, "coefficients hidden"],
+    fn: Float[Array, "rows hidden"],
     scale: Float32[Array, "3"],
     base: Float32[Array, " coefficients"],
     *,
     iterations: int,
     eps: float,
     hc_eps: float,
-    prepared: BFloat16[Array, "halves hidden"] | None = None,
     backend: str = "xla",
 ) -> tuple[
     Float[jax.Array, "*lead M D"],
@@ -100,9 +98,8 @@ def site(
     """
     sizes = (iterations, eps, hc_eps)
     if use_kernel("mhc.site", backend):
-        prepared = prepare(fn) if prepared is None else prepared
-        return _site(sizes, x, y, post, comb, mix, norm, fn, scale, base, prepared)
-    return reference.site(x, y, post, comb, mix, norm, fn, scale, base, **_named(sizes))
+        return _site(sizes, x, y, post, comb, mix, norm, fn, scale, base)
+    return reference.site(x, y, post, comb, mix, norm, whole(fn), scale, base, **_named(sizes))
 
 
 Sizes = tuple[int, float, float]
@@ -113,29 +110,22 @@ def _named(sizes: Sizes) -> dict[str, Any]:
 
 
 def _recomputed(run, plain):
-    """`run(sizes, *arrays, prepared)` with the gradient of `plain(*arrays)`, recomputed from the arrays."""
+    """`run(*arrays, **sizes)` with the gradient of `plain`, recomputed from the arrays."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def function(sizes, *arrays):
-        return run(sizes, *arrays)
+        return run(*arrays, **_named(sizes))
 
     def backward(sizes, arrays, cotangents):
-        *arrays, prepared = arrays
-        gradients = jax.vjp(lambda *a: plain(*a, **_named(sizes)), *arrays)[1](cotangents)
-        return *gradients, jax.numpy.zeros_like(prepared)
+        def recompute(*arrays):
+            *given, fn, scale, base = arrays
+            return plain(*given, whole(fn), scale, base, **_named(sizes))
 
-    function.defvjp(lambda sizes, *arrays: (run(sizes, *arrays), arrays), backward)
+        return jax.vjp(recompute, *arrays)[1](cotangents)
+
+    function.defvjp(lambda sizes, *arrays: (run(*arrays, **_named(sizes)), arrays), backward)
     return function
 
 
-def _run_site(sizes, *arrays, interpret=False, tile=None):
-    *given, _, scale, base, prepared = arrays
-    return kernel.site(*given, prepared, scale, base, **_named(sizes), interpret=interpret, tile=tile)
-
-
-def _run_coefficients(sizes, x, _, scale, base, prepared):
-    return kernel.coefficients(x, prepared, scale, base, **_named(sizes))
-
-
-_site = _recomputed(_run_site, reference.site)
-_coefficients = _recomputed(_run_coefficients, reference.coefficients)
+_site = _recomputed(kernel.site, reference.site)
+_coefficients = _recomputed(kernel.coefficients, reference.coefficients)

@@ -87,6 +87,11 @@ def prepare(fn: Float32[Array, "coefficients hidden"]) -> BFloat16[Array, "halve
     return jnp.concatenate([hi, cast(fn - hi.astype(jnp.float32), jnp.bfloat16)])
 
 
+def whole(fn: Float[Array, "rows hidden"]) -> Float32[Array, "coefficients hidden"]:
+    """fn in float32, from `prepare`d halves too."""
+    return fn if fn.dtype == jnp.float32 else jnp.sum(fn.astype(jnp.float32).reshape(2, -1, fn.shape[1]), axis=0)
+
+
 def _rows(block: Array, size: int, tokens: int) -> Array:
     """Rows of a block; past the end, the last row again."""
     return jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), tokens - 1)
@@ -123,10 +128,11 @@ def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: 
     every, chunk, shape = range(streams), pl.program_id(0), (tile.columns, tile.tokens)
     rows = _rows(pl.program_id(1), tile.tokens, x_ref.shape[0])
     row = jnp.broadcast_to(rows[None, :], shape)
-    # A tensor core's tile has 64 rows: 32 of each half, of which the last ones repeat and are written over below.
+    # A tensor core's 64 rows: eight of the one half, eight of the other, and so on; the last ones repeat. A thread's
+    # accumulator has rows eight apart, so that the halves are added where they are.
     count, fn_shape = fn_ref.shape[0] // 2, (2 * RECORD, tile.columns)
     fn_row = lax.broadcasted_iota(jnp.int32, fn_shape, 0)
-    fn_row = fn_row // RECORD * count + jnp.minimum(fn_row % RECORD, count - 1)
+    fn_row = fn_row // 8 % 2 * count + jnp.minimum(fn_row // 16 * 8 + fn_row % 8, count - 1)
     fma = partial(_fma, interpret=interpret)
     if fused:
         (y_ref, post_ref, comb_ref, mix_ref), (new_ref, read_ref) = given, refs[-3:-1]
@@ -167,11 +173,12 @@ def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: 
     zero = jnp.zeros(shape, jnp.float32)
     sums = jnp.zeros((2 * RECORD, tile.tokens), jnp.float32), zero, zero
     product, square, read_square = step(0, sums) if tile.steps == 1 else lax.fori_loop(0, tile.steps, step, sums)
-    record = product.reshape(2, RECORD, tile.tokens).sum(axis=0)
+    record = product.reshape(-1, 2, 8, tile.tokens).sum(axis=1).reshape(RECORD, tile.tokens)
     place = lax.broadcasted_iota(jnp.int32, record.shape, 0)
-    record = jnp.where(place == SQUARE, square.sum(axis=0)[None, :], record)
-    record = jnp.where(place == READ_SQUARE, read_square.sum(axis=0)[None, :], record)
-    _part(part_ref, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)[...] = record
+    to = _part(part_ref, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)
+    plt.store(to, record, mask=place < count)
+    for n, values in ((SQUARE, square), (READ_SQUARE, read_square)):
+        _part(part_ref, rows, jnp.full(rows.shape, chunk * RECORD + n), tile)[...] = values.sum(axis=0)
 
 
 def _part(part_ref, row: Array, place: Array, tile: Tile):
@@ -253,7 +260,7 @@ def _launches(
     x: Array,
     given: tuple[Array, ...],
     norm: Array | None,
-    fn: Array,
+    fn: Float[Array, "rows hidden"],
     scale: Array,
     base: Array,
     *,
@@ -314,7 +321,7 @@ _STATIC = ("iterations", "eps", "hc_eps", "tile", "interpret")
 @partial(jax.jit, static_argnames=_STATIC)  # a model traces it once a shape
 def coefficients(
     x: Float[Array, "*lead M D"],
-    fn: Array,
+    fn: Float[Array, "rows hidden"],
     scale: Float32[Array, "3"],
     base: Float32[Array, " coefficients"],
     *,
@@ -341,7 +348,7 @@ def site(
     comb: Float32[Array, "*lead M M"],
     mix: Float32[Array, "*lead M"],
     norm: Float[Array, " D"],
-    fn: Array,
+    fn: Float[Array, "rows hidden"],
     scale: Float32[Array, "3"],
     base: Float32[Array, " coefficients"],
     *,

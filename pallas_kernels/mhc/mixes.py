@@ -30,12 +30,16 @@ def sinkhorn(logits: Matrix, iterations: int, eps: float, reciprocal: Reciprocal
     def total(values: list[jax.Array]) -> jax.Array:  # by pairs: a shorter chain
         return values[0] if len(values) == 1 else total(values[::2]) + total(values[1::2])
 
+    def inverses(values: list[jax.Array]) -> list[jax.Array]:  # of two from one reciprocal: it is the slow operation
+        pairs = [(a, b, reciprocal(a * b)) for a, b in zip(values[::2], values[1::2], strict=True)]
+        return [value for a, b, r in pairs for value in (r * b, r * a)]
+
     def rows(c: Matrix, eps: float) -> Matrix:
-        inverse = [reciprocal(total(row) + eps) for row in c]
+        inverse = inverses([total(row) + eps for row in c])
         return [[v * r for v in row] for row, r in zip(c, inverse, strict=True)]
 
     def columns(c: Matrix) -> Matrix:
-        inverse = [reciprocal(total([row[j] for row in c]) + eps) for j in every]
+        inverse = inverses([total([row[j] for row in c]) + eps for j in every])
         return [[v * r for v, r in zip(row, inverse, strict=True)] for row in c]
 
     tops = [reduce(jnp.maximum, row) for row in logits]
