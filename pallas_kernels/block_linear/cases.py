@@ -60,6 +60,7 @@ _TINY = Tile((8, 16), warpgroups=1, chunks=1, stages=2, blocks=2)
 SMALL = (
     _case("one row", 1, 128, 128, _TINY),
     _case("columns split", 5, 512, 128, _TINY),
+    _case("columns split unevenly", 5, 640, 128, Tile((8, 16), warpgroups=1, chunks=1, stages=2, blocks=3)),
     _case("rows past a tile", 37, 256, 256, _TINY),
     _case("row blocks", 5, 256, 128, _TINY, 3),
     _case("row blocks, rows past a tile", 21, 128, 128, _TINY, 2),
@@ -71,6 +72,7 @@ MODEL = (
     _case("5120 -> 1280, 64 rows", 64, 5120, 1280),
     _case("5120 -> 2304, 64 rows", 64, 5120, 2304),
     _case("2304 -> 5120, 64 rows", 64, 2304, 5120),
+    _case("8192 -> 5120, 1 row", 1, 8192, 5120),
     _case("1280 -> 32768, 8192 rows", 8192, 1280, 32768),
     _case("8 blocks of 4096 -> 1024, 1 row", 1, 4096, 1024, groups=8),
     _case("8 blocks of 4096 -> 1024, 64 rows", 64, 4096, 1024, groups=8),

@@ -50,11 +50,10 @@ B300 = Tiles(
 
 
 def splits_of(rows: int, columns: int, tile: Tile) -> int:
-    """Parts of the columns: the most that give each block of threads at most one item and two steps at least."""
+    """Parts of the columns: as many as give each block of threads at most one item, of two steps at least."""
     steps = columns // (CHUNK * tile.chunks)
-    items = rows // (2 * ROWS * tile.warpgroups)
-    fitting = [n for n in range(1, steps // 2 + 1) if steps % n == 0 and items * n <= tile.blocks]
-    return max(fitting, default=1)
+    most = min(tile.blocks // (rows // (2 * ROWS * tile.warpgroups)), steps // 2)
+    return -(-steps // -(-steps // max(most, 1)))
 
 
 def block_linear(
@@ -89,11 +88,13 @@ def block_diagonal(
     width = next((w for w in tile.widths if w >= tokens), tile.widths[-1])
     count = -(-tokens // width)
     of_group = jnp.swapaxes(x.reshape(tokens, groups, columns), 0, 1)
-    flat = jnp.pad(of_group, ((0, 0), (0, count * width - tokens), (0, 0))).reshape(-1, columns)
+    splits = splits_of(groups * rows, columns, tile) if count == 1 else 1
+    part = splits * CHUNK * tile.chunks
+    flat = jnp.pad(of_group, ((0, 0), (0, count * width - tokens), (0, -columns % part)))
+    flat = flat.reshape(groups * count * width, -1)
     number = jnp.arange(groups * count, dtype=jnp.int32)
     live = jnp.minimum(tokens - number % count * width, width)
     plan = Plan(number // count, number * width, live, jnp.full(1, groups * count, jnp.int32))
-    splits = splits_of(groups * rows, columns, tile) if count == 1 else 1
     codes = jax.lax.bitcast_convert_type(weight, jnp.uint8)
     scales = scale if scale.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scale, jnp.uint8)
     y = stream(

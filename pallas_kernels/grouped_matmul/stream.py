@@ -102,9 +102,9 @@ def stream(
     """x [M, K], columns in the order of `form.permute`; codes uint8 [E, R, bytes], scales uint8 [E, R / n, K / 32].
 
     `combine(a, b, weights)` gets float32 products [64, tokens] of both matrices and the tokens' `weights` [M]. Without
-    it there is no `second`, and an item takes twice the rows of `first`. Returns [M, R]; with `splits` of the columns,
-    [splits * M, R] of partial sums. Rows of no tile are not written. `tokens_inner`: neighbouring items share weights
-    rather than tokens.
+    it there is no `second`, and an item takes twice the rows of `first`. Returns [M, R]; with `splits` of x's columns,
+    [splits * M, R] of partial sums. x may have more columns than the matrices, zeros, so that it splits evenly. Rows of
+    no tile are not written. `tokens_inner`: neighbouring items share weights rather than tokens.
     """
     columns, span = CHUNK * tile.chunks, ROWS * tile.warpgroups
     rows = first[0].shape[1]
@@ -174,6 +174,11 @@ class _Block:
     def plan(self) -> Plan:
         return Plan(*self.arrays[5:9])
 
+    @property
+    def last(self) -> int:
+        """The last step that the matrices have columns for; a later one takes them again, times zeros."""
+        return self.arrays[1].shape[2] // (self.form.chunk_bytes * self.tile.chunks) - 1
+
     def each_item(self, body: Callable[[Any, Any, Any, Any], None]) -> Any:
         """body(ordinal, tile of tokens, first row, split of the columns) for the items of this block; their number."""
         tile, tiles, block = self.tile, self.plan.tiles[0], lax.axis_index("block")
@@ -226,7 +231,7 @@ class _Block:
                 pl.when(n >= tile.stages)(lambda: plgpu.barrier_wait(buffers.empty.at[slot]))
                 full = buffers.full.at[slot]
                 at = split * self.steps + k
-                here = pl.ds(at * stored, stored)
+                here = pl.ds(lax.min(at, self.last) * stored, stored)
                 plgpu.copy_gmem_to_smem(first.at[expert, pl.ds(row, span), here], buffers.first.at[slot], full)
                 far = pl.ds(row + self.apart, span)
                 plgpu.copy_gmem_to_smem(second.at[expert, far, here], buffers.second.at[slot], full)
@@ -311,7 +316,7 @@ class _Block:
     def scales(self, expert: Any, row: Any, split: Any, step: Any) -> tuple[jax.Array, jax.Array]:
         """Scale words of both matrices for a step, the last one's again past the end."""
         form, chunks = self.form, self.tile.chunks
-        at = split * self.steps + lax.min(step, self.steps - 1)
+        at = lax.min(split * self.steps + lax.min(step, self.steps - 1), self.last)
         groups = pl.ds(at * (4 * chunks), 4 * chunks)
 
         def words(ref: Any, row: Any) -> jax.Array:
