@@ -16,7 +16,7 @@ from dsv41_jax.attention import Attention, Published
 from dsv41_jax.cache import LayerCache, Span
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.engram import Engram, EngramRows
-from dsv41_jax.linear import parameter
+from dsv41_jax.linear import map_parameters, parameter
 from dsv41_jax.moe import MoE
 from dsv41_jax.norm import RMSNorm
 from dsv41_jax.quant import Numerics
@@ -42,12 +42,11 @@ def hyper_connection(cfg: Config) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
 
 def prepared[Module: nnx.Module](params: Module) -> Module:
     """The parameters as the kernels read them: `fn` of every site split once, not in every step."""
-    graph, state = nnx.split(params)
-    leaves = dict(nnx.to_flat_state(state))
-    for path, leaf in leaves.items():
-        if path[-1] in ("hc_attn_fn", "hc_ffn_fn"):
-            leaves[path] = leaf.replace(mhc.prepare(leaf[...]))
-    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+    def value(path: tuple[Any, ...], leaf: Any) -> Array:
+        return mhc.prepare(leaf[...]) if path[-1] in ("hc_attn_fn", "hc_ffn_fn") else leaf[...]
+
+    return map_parameters(value, params)
 
 
 class Block(nnx.Module):

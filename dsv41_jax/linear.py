@@ -6,6 +6,9 @@ A quantized weight stays quantized until the product (`pallas_kernels.block_line
 block.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -21,6 +24,13 @@ def parameter(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, 
     if len(shape) != len(axes):
         raise ValueError(f"axes: {axes} do not name the dimensions of shape {shape}")
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+
+
+def map_parameters[Module: nnx.Module](value: Callable[[tuple[Any, ...], Any], Any], tree: Module) -> Module:
+    """The tree with `value(path, parameter)` in the place of each parameter's array."""
+    graph, state = nnx.split(tree)
+    flat = [(path, leaf.replace(value(path, leaf))) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def product(x: Float[Array, "*lead K"], weight: Float[Array, "N K"]) -> Float32[Array, "*lead N"]:

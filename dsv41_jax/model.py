@@ -19,7 +19,7 @@ from dsv41_jax.cache import Cache, Span
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.dspark import DraftStage, observe
 from dsv41_jax.engram import EngramRows
-from dsv41_jax.linear import Linear, product_f32
+from dsv41_jax.linear import Linear, map_parameters, product_f32
 from dsv41_jax.norm import RMSNorm
 from dsv41_jax.quant import Numerics
 from dsv41_jax.vision import Aligner, ImageInput, Vision, delimiter
@@ -151,16 +151,14 @@ def spread(path: tuple[Any, ...], leaf: Any) -> tuple[float, float]:
 
 def random_parameters(cfg: Config, seed: int = 0) -> Transformer:
     """Parameters for tests and benchmarks, in their stored dtypes."""
-    graph, state = nnx.split(abstract_parameters(cfg))
     rng = np.random.default_rng(seed)
-    flat = dict(nnx.to_flat_state(state))
-    for path, leaf in flat.items():
+
+    def value(path: tuple[Any, ...], leaf: Any) -> Array:
         centre, deviation = spread(path, leaf)
         if leaf.dtype == jnp.uint8:
-            value = rng.integers(0, 256, leaf.shape, np.uint8)
-        elif leaf.dtype == jnp.float8_e8m0fnu:
-            value = np.full(leaf.shape, centre, np.uint8).view(leaf.dtype)
-        else:
-            value = (centre + deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
-        flat[path] = leaf.replace(jnp.asarray(value))
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+            return jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8))
+        if leaf.dtype == jnp.float8_e8m0fnu:
+            return jnp.asarray(np.full(leaf.shape, centre, np.uint8).view(leaf.dtype))
+        return jnp.asarray((centre + deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
+
+    return map_parameters(value, abstract_parameters(cfg))

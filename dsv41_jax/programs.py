@@ -46,7 +46,8 @@ class Programs:
     def __init__(
         self, cfg: Config, params: Transformer, num: Numerics, *, compiler_options: dict[str, Any] | None = None
     ):
-        self.cfg, self.num, self._options = cfg, num, compiler_options
+        self.cfg, self.num = cfg, num
+        self._jit = functools.partial(jax.jit, compiler_options=compiler_options)
         check_backend(num.backend, mesh_of(jax.tree.leaves(params)))
         params = prepared(params) if num.backend == "pallas" else params
         self.leaves, self._structure = jax.tree.flatten(params)  # flat: a step need not walk the modules
@@ -55,20 +56,20 @@ class Programs:
         self.decode = self._compiled(self._decode, donate_argnames="cache")
         self.draft = self._compiled(self._draft, static_argnames="greedy")
         self.speculate = self._compiled(self._speculate, static_argnames="method", donate_argnames="cache")
-        self.image = jax.jit(self._image, compiler_options=self._options)
+        self.image = self._jit(self._image)
 
     def _compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """The jitted function of (leaves, arrays that lead with the rows of a batch); on a mesh, rows go over `data`
         before it and stay so behind it, so that the next call finds its cache in place."""
         mesh = mesh_of(self.leaves)
         if mesh is None:
-            return jax.jit(function, compiler_options=self._options, **options)
+            return self._jit(function, **options)
 
         @functools.wraps(function)
         def laid(*args: Any, **static: Any) -> Any:
             return lay(function(*args, **static), mesh, jax.lax.with_sharding_constraint)
 
-        program = jax.jit(laid, compiler_options=self._options, **options)
+        program = self._jit(laid, **options)
 
         def run(leaves: list[Array], *batch: Any, **static: Any) -> Any:
             return program(leaves, *lay(batch, mesh), **static)

@@ -7,6 +7,7 @@ decides a comparison; of several prompts the median counts, since one flipped ex
 are random: they need no checkpoint, and say nothing about one.
 """
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array
 
 from dsv41_jax import Config
 from dsv41_jax.cache import init_cache
+from dsv41_jax.linear import map_parameters
 from dsv41_jax.model import Transformer, abstract_parameters, spread
 from dsv41_jax.programs import Programs
 from dsv41_jax.quant import NUMERICS, Numerics, numerics
@@ -53,18 +54,17 @@ def _normal(key: Array, shape: tuple[int, ...], dtype: Any, centre: float, devia
 
 def parameters(cfg: Config, seed: int) -> Transformer:
     """As `model.random_parameters`, drawn on the device: these widths take minutes on a host."""
-    graph, state = nnx.split(abstract_parameters(cfg))
-    flat = dict(nnx.to_flat_state(state))
-    for number, (path, leaf) in enumerate(flat.items()):
-        key, (centre, deviation) = jax.random.fold_in(jax.random.key(seed), number), spread(path, leaf)
+    numbers = itertools.count()
+
+    def value(path: tuple[Any, ...], leaf: Any) -> Array:
+        key, (centre, deviation) = jax.random.fold_in(jax.random.key(seed), next(numbers)), spread(path, leaf)
         if leaf.dtype == jnp.uint8:
-            value = jax.random.bits(key, leaf.shape, jnp.uint8)
-        elif leaf.dtype == jnp.float8_e8m0fnu:
-            value = jax.lax.bitcast_convert_type(jnp.full(leaf.shape, centre, jnp.uint8), leaf.dtype)
-        else:
-            value = _normal(key, leaf.shape, leaf.dtype, centre, deviation)
-        flat[path] = leaf.replace(value)
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+            return jax.random.bits(key, leaf.shape, jnp.uint8)
+        if leaf.dtype == jnp.float8_e8m0fnu:
+            return jax.lax.bitcast_convert_type(jnp.full(leaf.shape, centre, jnp.uint8), leaf.dtype)
+        return _normal(key, leaf.shape, leaf.dtype, centre, deviation)
+
+    return map_parameters(value, abstract_parameters(cfg))
 
 
 def run(cfg: Config, params: Transformer, num: Numerics, tokens: np.ndarray, prompt: int) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,7 @@ _TINY = Tile((8, 16), warpgroups=1, chunks=1, stages=2, blocks=2)
 SMALL = (
     _case("one row", 1, 128, 128, _TINY),
     _case("columns split", 5, 512, 128, _TINY),
-    _case("columns split unevenly", 5, 640, 128, Tile((8, 16), warpgroups=1, chunks=1, stages=2, blocks=3)),
+    _case("columns split unevenly", 5, 640, 128, replace(_TINY, blocks=3)),
     _case("rows past a tile", 37, 256, 256, _TINY),
     _case("row blocks", 5, 256, 128, _TINY, 3),
     _case("row blocks, rows past a tile", 21, 128, 128, _TINY, 2),

@@ -53,7 +53,8 @@ def splits_of(rows: int, columns: int, tile: Tile) -> int:
     """Parts of the columns: as many as give each block of threads at most one item, of two steps at least."""
     steps = columns // (CHUNK * tile.chunks)
     most = min(tile.blocks // (rows // (2 * ROWS * tile.warpgroups)), steps // 2)
-    return -(-steps // -(-steps // max(most, 1)))
+    each = -(-steps // max(most, 1))
+    return -(-steps // each)
 
 
 def block_linear(

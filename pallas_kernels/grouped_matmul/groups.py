@@ -23,7 +23,8 @@ class Groups(NamedTuple):
     place: Int32[Array, "T A"]
 
 
-# Fused into what reads them, XLA would sum over all experts again for each number.
+# Fused into what reads them, XLA would work them out again for each number: sums over all experts, or the place of a
+# row for every number of that row.
 in_memory = jax.lax.optimization_barrier
 
 
@@ -38,7 +39,7 @@ def plan_of(sizes: Int32[Array, " E"], rows: int, width: int) -> Plan:
     tiles = -(-sizes // width)
     granules = -(-sizes // GRANULE)
     share = -(-granules // jnp.maximum(tiles, 1)) * GRANULE
-    after, starts = in_memory((jnp.cumsum(tiles), _starts(sizes)))
+    after, starts = in_memory(jnp.cumsum(tiles)), _starts(sizes)
     number = jnp.arange((rows - busy) // width + busy, dtype=jnp.int32)
     expert = jnp.minimum(jnp.sum(after <= number[:, None], axis=1, dtype=jnp.int32), experts - 1)
     within = (number - (after - tiles)[expert]) * share[expert]
@@ -58,12 +59,12 @@ def group(ids: Int32[Array, "T A"], experts: int, width: int) -> Groups:
     else:
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         rank = jnp.zeros(rows, jnp.int32).at[order].set(number - (jnp.cumsum(sizes) - sizes)[flat[order]])
-    place = in_memory(_starts(sizes))[flat] + rank
+    place = _starts(sizes)[flat] + rank
     room = -(-(rows + (GRANULE - 1) * min(experts, rows)) // GRANULE) * GRANULE + width
     slot = jnp.zeros(room, jnp.int32).at[place].set(number, unique_indices=True)
-    return Groups(plan_of(sizes, rows, width), slot, place.reshape(ids.shape))
+    return in_memory(Groups(plan_of(sizes, rows, width), slot, place.reshape(ids.shape)))
 
 
 def _starts(sizes: Int32[Array, " E"]) -> Int32[Array, " E"]:
     padded = -(-sizes // GRANULE) * GRANULE
-    return jnp.cumsum(padded) - padded
+    return in_memory(jnp.cumsum(padded) - padded)

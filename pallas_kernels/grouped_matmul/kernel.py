@@ -10,8 +10,8 @@ the launches as one XLA fusion, since it may be any function. The products of w2
 token's experts is float32 in ascending position, not an atomic sum: it depends on no other token, bit for bit. XLA
 does it with the gather that brings each token's rows back together; so it sorts rows by expert, with a gather.
 
-**Tiling.** See `stream`. The tile follows from the average rows of an expert, the width of each tile of tokens from its
-own rows, at run time.
+**Tiling.** See `stream`. The tile follows from the average rows of an expert, or from all rows where they are few, the
+width of each tile of tokens from its own rows, at run time.
 
 Limits: bfloat16 x, D a multiple of 512 and F of 256, E8M0 scales from 2**-90 to 2**33 (further ones saturate). No
 gradient: the reference has one.
@@ -37,7 +37,7 @@ FEW = 8  # rows of all experts
 
 @dataclass(frozen=True)
 class Tiles:
-    """`few` serves up to 8 rows in all: smaller items, so that each multiprocessor has one. Of the others, (rows an
+    """`few` serves up to FEW rows in all: smaller items, so that each multiprocessor has one. Of the others, (rows an
     expert, on average, up to which it serves; tile)."""
 
     few: Tile
@@ -136,8 +136,7 @@ def experts(
     check(x, w1[0], tile)
     if ids.size == 0:
         return jnp.zeros(x.shape, jnp.float32)
-    # Fused into what reads them, XLA would find each row's place again for every number of that row.
-    groups = jax.lax.optimization_barrier(group(ids, count, tile.widths[-1]))
+    groups = group(ids, count, tile.widths[-1])
     rows = FP4.permute(round_input(x))[groups.slot // ids.shape[1]]
     run = partial(gate_up, limit=limit, tile=tile, interpret=interpret)
     hidden = run(rows, weights.reshape(-1)[groups.slot], groups.plan, w1, w3)
