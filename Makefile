@@ -7,7 +7,7 @@ AOT := .venv-aot
 demo: $(VENV)/installed  ## layer plan, parity and a generation from the bundled checkpoint
 	$(BIN)/dsv41 demo
 
-DOCTESTS := $(addprefix dsv41_jax/, pretrained.py config.py checkpoint.py schedule.py)
+DOCTESTS := $(addprefix dsv41_jax/, model.py config.py files/safetensors.py engine/schedule.py)
 
 test: $(VENV)/installed  ## the default suite and the doctests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 10 --doctest-modules $(DOCTESTS) tests

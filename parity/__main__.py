@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dsv41_jax import Model
 from dsv41_jax.cli import STDERR, fail, lengths_of
-from dsv41_jax.quant import NUMERICS
+from dsv41_jax.numerics import NUMERICS
 from pallas_kernels import BackendError
 from pallas_kernels.bench import Clock
 from parity import backend as backends

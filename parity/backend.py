@@ -22,11 +22,11 @@ import numpy as np
 from jaxtyping import Array
 
 from dsv41_jax import Config
-from dsv41_jax.cache import init_cache
-from dsv41_jax.linear import map_parameters
-from dsv41_jax.model import Transformer, abstract_parameters, spread
-from dsv41_jax.programs import Programs
-from dsv41_jax.quant import NUMERICS, Numerics, numerics
+from dsv41_jax.engine.programs import Programs
+from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.nn.linear import map_parameters
+from dsv41_jax.nn.transformer import Transformer, abstract_parameters, spread
+from dsv41_jax.numerics import NUMERICS, Numerics, numerics
 from pallas_kernels.bench import command_buffers, dump
 from parity.table import FAIL, PASS, Row, relative_l2
 

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from dsv41_jax import Model
-from dsv41_jax.dspark import Drafts
-from dsv41_jax.vision import ImageInput, ImageSource, Patches, preprocess
+from dsv41_jax.engine.images import ImageSource, Patches, preprocess
+from dsv41_jax.nn.dspark import Drafts
+from dsv41_jax.nn.vision import ImageInput
 from parity.table import FAIL, NOT_JUDGED, PASS, Row, compare, compare_equal, compare_sets, place, relative_l2
 
 TOLERANCE = 1e-4

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv41_jax import Model
+from dsv41_jax.engine.snapshot import Snapshot
 from parity.table import relative_l2
 
 
@@ -53,7 +54,7 @@ def measure(model: Model, lengths: Sequence[int], prompts: int, seed: int = 0) -
         exact, half = behind("full"), max(1, length // 2)
         found.append(deviation("decoder", length, exact, behind("replay")))
         _, cache = model.prefill(list(tokens[:, :half]), model.init_cache(prompts, length))
-        cache = model.restore(cache.snapshot(), tokens[:, :half], capacity=length)
+        cache = model.restore(Snapshot.of(cache), tokens[:, :half], capacity=length)
         resumed = np.asarray(model.prefill(list(tokens[:, half:]), cache)[0], np.float64)
         found.append(deviation(f"encoder, hit at {half}", length, exact, resumed))
     return found

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41_jax.cache import Span, window_ids
 from dsv41_jax.config import Config
-from dsv41_jax.dspark import block_ids
-from dsv41_jax.engram import layouts, multipliers
-from dsv41_jax.linear import product, product_f32
-from dsv41_jax.moe import route
-from dsv41_jax.rope import frequencies, rotate, yarn_frequencies
+from dsv41_jax.engine.ngrams import layouts, multipliers
+from dsv41_jax.nn.cache import Span, window_ids
+from dsv41_jax.nn.dspark import block_ids
+from dsv41_jax.nn.linear import product, product_f32
+from dsv41_jax.nn.moe import route
+from dsv41_jax.nn.rope import frequencies, rotate, yarn_frequencies
 from pallas_kernels.formats import cast, dequantize_fp4, dequantize_fp8
 from pallas_kernels.indexer.reference import candidate_blocks, mask_scores
 from pallas_kernels.mhc.reference import split_coefficients

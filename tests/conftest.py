@@ -14,9 +14,11 @@ from pathlib import Path  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from dsv41_jax import Config, Model, generate  # noqa: E402
-from dsv41_jax.engram import Memory, Table, layouts  # noqa: E402
-from dsv41_jax.model import random_parameters  # noqa: E402
+from dsv41_jax import Config, Model  # noqa: E402
+from dsv41_jax.engine import generate  # noqa: E402
+from dsv41_jax.engine.ngrams import layouts  # noqa: E402
+from dsv41_jax.engine.tables import Memory, Table  # noqa: E402
+from dsv41_jax.nn.transformer import random_parameters  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = {"tiny-full": ROOT / "dsv41_jax/data/tiny", "text-min": ROOT / "tests/golden/text-min"}
@@ -62,7 +64,7 @@ def random_model(cfg: Config, numerics: str = "float32", seed: int = 0) -> Model
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that the workers finish together."""
     longest = (
-        "pretrained.py",
+        "model.py",
         "test_packed.py",
         "test_speculate.py",
         "test_generate.py",

@@ -9,10 +9,10 @@ import pytest
 from conftest import random_model, small_config
 from flax import nnx
 
-from dsv41_jax.attention import Published
-from dsv41_jax.cache import LayerCache, Span
-from dsv41_jax.quant import numerics
-from dsv41_jax.rope import layer_frequencies
+from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.cache import LayerCache, Span
+from dsv41_jax.nn.rope import layer_frequencies
+from dsv41_jax.numerics import numerics
 
 CFG = small_config()  # layers: window, full (ratio 2), reuse, full (ratio 1), reindex
 W, H, N, T, S, C = CFG.sliding_window, CFG.head_dim, CFG.num_attention_heads, 24, 24, CFG.index_topk

@@ -9,12 +9,13 @@ import pytest
 from conftest import random_model, small_config
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from dsv41_jax import Model, quant, sharding
-from dsv41_jax.block import prepared
-from dsv41_jax.cache import init_cache
-from dsv41_jax.dspark import draft
-from dsv41_jax.engram import EngramRows
-from dsv41_jax.model import abstract_parameters, forward
+from dsv41_jax import Model, sharding
+from dsv41_jax import numerics as quant
+from dsv41_jax.nn.block import prepared
+from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.nn.dspark import draft
+from dsv41_jax.nn.engram import EngramRows
+from dsv41_jax.nn.transformer import abstract_parameters, forward
 from pallas_kernels import BackendError
 from parity import backend
 from parity.table import FAIL, PASS

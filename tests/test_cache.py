@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import small_config
 
-from dsv41_jax.cache import Span, init_cache, push_ring, window_ids, write_entries
-from dsv41_jax.quant import numerics
+from dsv41_jax.nn.cache import Span, init_cache, push_ring, window_ids, write_entries
+from dsv41_jax.numerics import numerics
 
 CAPACITY = 48  # with batch 2, what every file uses: the compiled steps of `small` are shared
 W = 8

@@ -21,10 +21,10 @@ from conftest import GOLDEN
 from flax import nnx
 
 from dsv41_jax import Checkpoint, CheckpointError, Config, ConfigError
-from dsv41_jax.checkpoint import Expected, expected_tensors
-from dsv41_jax.inventory import totals
-from dsv41_jax.loading import load
-from dsv41_jax.model import Transformer, abstract_parameters
+from dsv41_jax.files.inventory import totals
+from dsv41_jax.files.load import load
+from dsv41_jax.files.safetensors import Expected, expected_tensors
+from dsv41_jax.nn.transformer import Transformer, abstract_parameters
 from pallas_kernels.formats import dequantize_fp4, dequantize_fp8
 
 SIZE = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}

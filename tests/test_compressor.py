@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from conftest import random_model, small_config
 
-from dsv41_jax.cache import LayerCache, Span
-from dsv41_jax.compressor import group_positions, pool
-from dsv41_jax.quant import numerics
-from dsv41_jax.rope import layer_frequencies
+from dsv41_jax.nn.cache import LayerCache, Span
+from dsv41_jax.nn.compressor import group_positions, pool
+from dsv41_jax.nn.rope import layer_frequencies
+from dsv41_jax.numerics import numerics
 
 NUM = numerics("float32")
 CFG = small_config()

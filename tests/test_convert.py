@@ -24,11 +24,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save as library_save
 
-from dsv41_jax import Checkpoint, CheckpointError, ConfigError, atomic, cli, convert, saving
-from dsv41_jax.inventory import misplaced
-from dsv41_jax.loading import load_tables
-from dsv41_jax.model import abstract_parameters, random_parameters
-from dsv41_jax.orbax_checkpoint import OrbaxCheckpoint, is_orbax
+from dsv41_jax import Checkpoint, CheckpointError, ConfigError, atomic, cli
+from dsv41_jax.files import convert
+from dsv41_jax.files import orbax_writer as saving
+from dsv41_jax.files.inventory import misplaced
+from dsv41_jax.files.load import load_tables
+from dsv41_jax.files.orbax import OrbaxCheckpoint, is_orbax
+from dsv41_jax.nn.transformer import abstract_parameters, random_parameters
 from dsv41_jax.sharding import placements
 
 TINY = GOLDEN["tiny-full"]
@@ -144,8 +146,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
-from dsv41_jax.orbax_checkpoint import OrbaxCheckpoint
-from dsv41_jax.model import abstract_parameters
+from dsv41_jax.files.orbax import OrbaxCheckpoint
+from dsv41_jax.nn.transformer import abstract_parameters
 mesh = jax.make_mesh((1, 2), ("data", "expert"))
 checkpoint = OrbaxCheckpoint(sys.argv[1])
 paths = [path for path, _ in nnx.to_flat_state(nnx.state(abstract_parameters(checkpoint.config)))]
@@ -374,7 +376,7 @@ def test_a_layout_that_the_source_has_already_is_refused(stored, tmp_path):
 
 CONVERT = """
 import sys
-from dsv41_jax import convert
+from dsv41_jax.files import convert
 print("ready", flush=True)
 convert.convert(sys.argv[1], sys.argv[2], overwrite=True)
 print("done", flush=True)

@@ -8,12 +8,12 @@ import sys
 
 from conftest import small_config
 
-from dsv41_jax.checkpoint import expected_tensors
-from dsv41_jax.inventory import nbytes
+from dsv41_jax.files.inventory import nbytes
+from dsv41_jax.files.safetensors import expected_tensors
 
 MEASURE = """
 import json, resource, sys
-from dsv41_jax import convert, saving
+from dsv41_jax.files import convert, orbax_writer as saving
 saving.PART_BYTES = int(sys.argv[3])
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -16,11 +16,11 @@ import pytest
 from conftest import small_config
 from flax import nnx
 
-from dsv41_jax import indexer
-from dsv41_jax.attention import Published
-from dsv41_jax.cache import Span, init_cache
-from dsv41_jax.model import abstract_parameters
-from dsv41_jax.quant import numerics
+from dsv41_jax.nn import indexer
+from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.cache import Span, init_cache
+from dsv41_jax.nn.transformer import abstract_parameters
+from dsv41_jax.numerics import numerics
 from pallas_kernels.indexer import select
 
 LENGTHS = (8192, 65536, 524288)

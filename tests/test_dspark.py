@@ -10,9 +10,9 @@ import pytest
 from conftest import GOLDEN, small_config
 
 from dsv41_jax import Model
-from dsv41_jax.cache import init_cache
-from dsv41_jax.dspark import block_ids
-from dsv41_jax.model import abstract_parameters
+from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.nn.dspark import block_ids
+from dsv41_jax.nn.transformer import abstract_parameters
 
 GIVEN = dict(np.load(GOLDEN["tiny-full"] / "inputs.npz"))
 RELEASED = dict(np.load(GOLDEN["tiny-full"] / "outputs_float32.npz"))

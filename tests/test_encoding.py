@@ -11,8 +11,8 @@ from conftest import ROOT
 from PIL import Image
 
 from dsv41_jax import Config
-from dsv41_jax.encoding import ChatError, Codec, released_tokenizer
-from dsv41_jax.engram import compressed_ids
+from dsv41_jax.engine.chat import ChatError, Codec, released_tokenizer
+from dsv41_jax.engine.ngrams import compressed_ids
 
 PROMPTS = json.loads((ROOT / "tests/golden/chat/prompt_fixtures.json").read_text(encoding="utf-8"))
 COMPLETIONS = json.loads((ROOT / "tests/golden/chat/parse_fixtures.json").read_text(encoding="utf-8"))

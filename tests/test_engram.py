@@ -14,9 +14,12 @@ from conftest import GOLDEN, random_memory, small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from dsv41_jax import Checkpoint, Config, ConfigError, engram, generate
-from dsv41_jax.loading import load_tables
-from dsv41_jax.quant import numerics
+from dsv41_jax import Checkpoint, Config, ConfigError
+from dsv41_jax.engine import generate, ngrams
+from dsv41_jax.engine.tables import Memory, Table, own_rows
+from dsv41_jax.files.load import load_tables
+from dsv41_jax.nn import engram
+from dsv41_jax.numerics import numerics
 
 # "Hello world, this is Engram.", position 0: token 19923 after nothing
 FLASH_ROWS = [
@@ -26,7 +29,7 @@ FLASH_ROWS = [
 ]  # fmt: skip
 
 
-def python_rows(ids: list[int | None], pad: int, layout: engram.Layout) -> list[list[int]]:
+def python_rows(ids: list[int | None], pad: int, layout: ngrams.Layout) -> list[list[int]]:
     """Rows of every position by big integers; None is an image."""
     multipliers, primes = layout.multipliers.tolist(), layout.primes.tolist()
     heads = len(primes) // (len(multipliers) - 1)
@@ -43,7 +46,7 @@ def python_rows(ids: list[int | None], pad: int, layout: engram.Layout) -> list[
     return rows
 
 
-def read(memory: engram.Memory, tokens: object, state: tuple | None = None, ring: int = 8, **more: object):
+def read(memory: Memory, tokens: object, state: tuple | None = None, ring: int = 8, **more: object):
     tokens = np.asarray(tokens, np.int32)
     start, history = state or (np.zeros(len(tokens), np.int32), np.full((len(tokens), ring), -1, np.int32))
     count = np.asarray(more.pop("count", [tokens.shape[1]] * len(tokens)), np.int32)
@@ -57,18 +60,18 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def tiny_memory(tokenizer) -> engram.Memory:
-    return engram.Memory(Config.tiny(), engram.compressed_ids(tokenizer, Config.tiny()), Checkpoint("tiny").tables())
+def tiny_memory(tokenizer) -> Memory:
+    return Memory(Config.tiny(), ngrams.compressed_ids(tokenizer, Config.tiny()), Checkpoint("tiny").tables())
 
 
 @pytest.fixture(scope="module")
-def memory() -> engram.Memory:
+def memory() -> Memory:
     return random_memory(small_config())
 
 
 @pytest.mark.parametrize(("slot", "rows", "first"), [(0, 384_006_168, 16_000_057), (1, 384_016_682, 16_000_477)])
 def test_release_layout_has_the_published_primes_offsets_and_multipliers(slot, rows, first, units):
-    layout = engram.layouts(Config.flash())[slot]
+    layout = ngrams.layouts(Config.flash())[slot]
     primes = units["engram/release_primes_layer_ngram_head"][slot].ravel().tolist()
     assert layout.primes.tolist() == primes
     assert layout.offsets.tolist() == [sum(primes[:column]) for column in range(24)]
@@ -77,7 +80,7 @@ def test_release_layout_has_the_published_primes_offsets_and_multipliers(slot, r
 
 
 def test_tiny_layout_takes_the_primes_that_nobody_has_taken(units):
-    found = engram.layouts(Config.tiny())
+    found = ngrams.layouts(Config.tiny())
     primes = [n for n in range(60, 200) if all(n % d for d in range(2, n))]
     assert [p for layout in found for p in layout.primes.tolist()] == primes[:12]
     np.testing.assert_array_equal(
@@ -88,15 +91,15 @@ def test_tiny_layout_takes_the_primes_that_nobody_has_taken(units):
 def test_layout_that_does_not_fill_the_configured_rows_is_refused():  # pitfall 59
     cfg = Config.tiny().replace(engram_num_embeddings=[434, 607])
     with pytest.raises(ConfigError, match=r"^text_config.engram_num_embeddings: .*607.*606[^\n]*$"):
-        engram.layouts(cfg)
+        ngrams.layouts(cfg)
 
 
 def test_published_rows_are_those_of_exactly_one_compressed_id():
     back = np.full((99_092, 1, 4), 2, np.int64)
     back[:, 0, 0] = np.arange(99_092)
     hits = []
-    for layout, published in zip(engram.layouts(Config.flash()), FLASH_ROWS, strict=True):
-        rows = engram.hash_rows(back, layout)[:, 0, : len(published)]
+    for layout, published in zip(ngrams.layouts(Config.flash()), FLASH_ROWS, strict=True):
+        rows = ngrams.hash_rows(back, layout)[:, 0, : len(published)]
         hits.append(np.flatnonzero((rows == published).all(axis=-1)).tolist())
     assert len(hits[0]) == 1
     assert hits[0] == hits[1]
@@ -107,18 +110,18 @@ def test_release_hash_equals_big_integers_whatever_jax_has(slot):  # pitfalls 53
     rng = np.random.default_rng(slot)
     ids = rng.integers(0, 99_092, (4, 50)).astype(np.int32)
     ids[:, 10:14] = ids[:, 3::7] = 99_091
-    layout = engram.layouts(Config.flash())[slot]
+    layout = ngrams.layouts(Config.flash())[slot]
     for x64 in (False, True):
         with jax.enable_x64(x64):
-            rows = engram.hash_rows(engram.look_back(ids, np.full((4, 3), -1, np.int32), 2), layout)
+            rows = ngrams.hash_rows(ngrams.look_back(ids, np.full((4, 3), -1, np.int32), 2), layout)
         assert rows.tolist() == [python_rows(row, 2, layout) for row in ids.tolist()]
 
 
 def test_multipliers_beyond_53_bits_keep_every_bit():  # pitfall 53
     primes = np.array([97, 101, 103], np.int64)
-    layout = engram.Layout(np.array([2**53 + 1, 2**61 + 3, 2**60 + 1, 2**61 - 1]), primes, np.cumsum(primes) - primes)
+    layout = ngrams.Layout(np.array([2**53 + 1, 2**61 + 3, 2**60 + 1, 2**61 - 1]), primes, np.cumsum(primes) - primes)
     ids = np.random.default_rng(0).integers(0, 4, (1, 100)).astype(np.int32)
-    rows = engram.hash_rows(engram.look_back(ids, np.full((1, 3), -1, np.int32), 2), layout)
+    rows = ngrams.hash_rows(ngrams.look_back(ids, np.full((1, 3), -1, np.int32), 2), layout)
     assert rows[0].tolist() == python_rows(ids[0].tolist(), 2, layout)
 
 
@@ -133,7 +136,7 @@ def test_hash_ids_equal_the_released_programs(case, tiny_memory):
 
 def test_look_back_is_blocked_by_the_start_and_by_an_image_and_stays_blocked():  # pitfalls 52, 57
     ids = np.array([[-1, 5, 7, 8, 9], [4, -1, 6, 7, 8]], np.int32)
-    back = engram.look_back(ids, np.array([[1, 2, 3], [-1, 2, 3]], np.int32), 99)
+    back = ngrams.look_back(ids, np.array([[1, 2, 3], [-1, 2, 3]], np.int32), 99)
     assert back[0].tolist() == [[99] * 4, [5, 99, 99, 99], [7, 5, 99, 99], [8, 7, 5, 99], [9, 8, 7, 5]]
     assert back[1].tolist() == [[4, 3, 2, 99], [99] * 4, [6, 99, 99, 99], [7, 6, 99, 99], [8, 7, 6, 99]]
 
@@ -170,7 +173,7 @@ def test_chunks_that_carry_the_history_give_the_rows_of_one_call(chunks, an_imag
         assert joined[:, :, slot].tolist() == rows
 
 
-def continued(memory: engram.Memory, seen: list[int], then: list[int]) -> list[list[int]]:
+def continued(memory: Memory, seen: list[int], then: list[int]) -> list[list[int]]:
     return python_rows([*seen, *then], memory.pad, memory.layouts[0])[len(seen) :]
 
 
@@ -245,13 +248,13 @@ def test_tokens_of_equal_normalized_text_share_an_id_and_no_others_do():
     order = sorted((place, number, text) for number, texts in enumerate(CLASSES) for place, text in enumerate(texts))
     tokenizer = Tokenizer(WordLevel({text: i for i, (_, _, text) in enumerate(order)}, unk_token="ß"))
     cfg = Config.tiny().replace(vocab_size=len(order), engram_compressed_vocab_size=len(CLASSES))
-    assert engram.compressed_ids(tokenizer, cfg).tolist() == [number for _, number, _ in order]
+    assert ngrams.compressed_ids(tokenizer, cfg).tolist() == [number for _, number, _ in order]
 
 
 @pytest.mark.parametrize(("key", "given"), [("engram_compressed_vocab_size", 247), ("vocab_size", 289)])
 def test_map_of_another_size_is_refused(key, given, tokenizer):  # pitfall 59
     with pytest.raises(ConfigError, match=rf"^text_config.{key}: {given} [^\n]*(248|288)[^\n]*$"):
-        engram.compressed_ids(tokenizer, Config.tiny().replace(**{key: given}))
+        ngrams.compressed_ids(tokenizer, Config.tiny().replace(**{key: given}))
 
 
 def filled(cfg: Config, **values: np.ndarray) -> engram.Engram:
@@ -278,11 +281,11 @@ def test_rows_decode_as_e4m3fn_with_one_scale_for_32_channels():  # pitfall 54
 
 def test_only_the_rows_of_a_call_are_read_and_a_row_takes_264_bytes(tmp_path):  # pitfalls 60, 89
     cfg = Config.flash().replace(engram_layer_ids=[1], engram_num_embeddings=[384_006_168])
-    expected = python_rows([5_000, 77, 99_091, 2], 2, engram.layouts(cfg)[0])[3]
+    expected = python_rows([5_000, 77, 99_091, 2], 2, ngrams.layouts(cfg)[0])[3]
     weight = np.memmap(tmp_path / "weight", np.uint8, "w+", shape=(384_006_168, 256))  # 98 GB of holes
     scale = np.memmap(tmp_path / "scale", np.uint8, "w+", shape=(384_006_168, 8))
     weight[expected], scale[expected] = np.arange(24)[:, None], np.arange(24)[:, None] + 100
-    memory = engram.Memory(cfg, np.arange(cfg.vocab_size, dtype=np.int32), (engram.Table(weight, scale),))
+    memory = Memory(cfg, np.arange(cfg.vocab_size, dtype=np.int32), (Table(weight, scale),))
     tracemalloc.start()
     (rows,), _ = memory.read(np.int32([[2]]), np.int32([1]), np.int32([3]), np.int32([[5_000, 77, 99_091]]))
     assert tracemalloc.get_traced_memory()[1] < 2**20  # the peak
@@ -302,13 +305,13 @@ def test_last_rows_of_a_released_table_are_found_where_they_lie_in_the_file(tmp_
                 file.seek(row * width)
                 file.write(bytes([value]) * width)
     at = np.array([[384_006_167, 383_999_999], [383_999_998, 0]])
-    for found, width in zip(engram.Table(table, scale).read(at), (256, 8), strict=True):
+    for found, width in zip(Table(table, scale).read(at), (256, 8), strict=True):
         np.testing.assert_array_equal(found, np.broadcast_to(np.array([[9, 7], [0, 0]])[..., None], (2, 2, width)))
 
 
 def test_piece_of_a_table_answers_for_its_own_rows_alone():  # pitfall 54
     piece = jnp.asarray(np.arange(200, 400, 2, dtype=np.int32)[:, None].astype(np.uint8))  # rows 100..199
-    found = engram.own_rows(piece, jnp.array([99, 100, 199, 200, 0, 2**31 - 1], jnp.int32), 100)
+    found = own_rows(piece, jnp.array([99, 100, 199, 200, 0, 2**31 - 1], jnp.int32), 100)
     assert found[:, 0].tolist() == [0, 200, 398 - 256, 0, 0, 0]
 
 
@@ -344,7 +347,7 @@ def test_every_place_gives_the_rows_of_the_file_and_refuses_a_nan_scale_by_its_r
     np.testing.assert_array_equal(
         tables[1].read(np.array([605]))[0], damaged.read("layers.4.engram.embed.weight")[[605]].view(np.uint8)
     )
-    memory = engram.Memory(Config.tiny(), np.zeros(288, np.int32), tables)
+    memory = Memory(Config.tiny(), np.zeros(288, np.int32), tables)
     assert memory.on_host == (place in ("mmap", "host"))
     names = [f"layers.{layer}.engram.embed.{part}" for layer in (1, 4) for part in ("weight", "scale")]
     for found, name in zip(memory.sample(3)[-4:], names, strict=True):

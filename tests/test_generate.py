@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from conftest import small_config
 
-from dsv41_jax.cache import init_cache
-from dsv41_jax.generate import BUCKETS, Sampling, chunks, generate, nucleus, padded, pieces, prefill, sample
-from dsv41_jax.quant import numerics
-from dsv41_jax.rope import layer_frequencies
+from dsv41_jax.engine.generate import BUCKETS, Sampling, chunks, generate, nucleus, padded, pieces, prefill, sample
+from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.nn.rope import layer_frequencies
+from dsv41_jax.numerics import numerics
 
 CAPACITY = 48
 EOS, PAD = 7, 0

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from conftest import random_model, small_config
 
-from dsv41_jax.cache import Span
 from dsv41_jax.config import ConfigError
-from dsv41_jax.indexer import Indexer, visible_entries
-from dsv41_jax.quant import numerics
-from dsv41_jax.rope import layer_frequencies
+from dsv41_jax.nn.cache import Span
+from dsv41_jax.nn.indexer import Indexer, visible_entries
+from dsv41_jax.nn.rope import layer_frequencies
+from dsv41_jax.numerics import numerics
 from pallas_kernels.indexer import index_scores
 from pallas_kernels.indexer.reference import candidate_blocks, mask_scores, pool_entries, pool_mask
 from pallas_kernels.topk import topk

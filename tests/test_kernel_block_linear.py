@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41_jax.linear import QuantizedLinear, product
-from dsv41_jax.quant import numerics
+from dsv41_jax.nn.linear import QuantizedLinear, product
+from dsv41_jax.numerics import numerics
 from pallas_kernels import BackendError
 from pallas_kernels.block_linear import block_diagonal, block_linear, cases, kernel
 from pallas_kernels.formats import cast, dequantize_fp8

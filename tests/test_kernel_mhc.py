@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from dsv41_jax.norm import rmsnorm
+from dsv41_jax.nn.norm import rmsnorm
 from pallas_kernels import BackendError, mhc
 from pallas_kernels.formats import cast
 from pallas_kernels.mhc import cases, kernel, reference, stream

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from dsv41_jax import quant
-from dsv41_jax.norm import rmsnorm
-from dsv41_jax.rope import rotate
+from dsv41_jax import numerics as quant
+from dsv41_jax.nn.norm import rmsnorm
+from dsv41_jax.nn.rope import rotate
 from pallas_kernels import BackendError, pack
 from pallas_kernels.pack import cases, kernel
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ptx import Machine
 
-from dsv41_jax import quant
+from dsv41_jax import numerics as quant
 from pallas_kernels import BackendError
 from pallas_kernels.sparse_attention import cases, forward, kernel, rows, sparse_attention, triton
 

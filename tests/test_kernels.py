@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv41_jax import Model, pretrained
-from dsv41_jax.quant import keep
+from dsv41_jax import Model
+from dsv41_jax import model as pretrained
+from dsv41_jax.numerics import keep
 from pallas_kernels import BackendError, mhc
 from pallas_kernels.block_linear import block_diagonal, block_linear
 from pallas_kernels.grouped_matmul import experts

@@ -10,11 +10,11 @@ import pytest
 from conftest import random_model, small_config
 from flax import nnx
 
-from dsv41_jax import attention as attention_module
-from dsv41_jax.attention import Published
-from dsv41_jax.cache import Span, init_cache
-from dsv41_jax.linear import Linear, QuantizedLinear, parameter, product, product_f32
-from dsv41_jax.quant import numerics, round_fp8
+from dsv41_jax.nn import attention as attention_module
+from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.cache import Span, init_cache
+from dsv41_jax.nn.linear import Linear, QuantizedLinear, parameter, product, product_f32
+from dsv41_jax.numerics import numerics, round_fp8
 from pallas_kernels import mhc
 from pallas_kernels.formats import cast, dequantize_fp4, dequantize_fp8
 from pallas_kernels.indexer import index_scores

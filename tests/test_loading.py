@@ -23,8 +23,8 @@ from test_checkpoint import FILE, decode, leaves
 from test_inventory import expected, full, write_shard  # noqa: F401  (the fixture `full` asks for `expected`)
 
 from dsv41_jax import Checkpoint, CheckpointError, Config, Model
-from dsv41_jax.checkpoint import expected_tensors, locate
-from dsv41_jax.loading import byte_ranges, load, load_tables
+from dsv41_jax.files.load import byte_ranges, load, load_tables
+from dsv41_jax.files.safetensors import expected_tensors, locate
 
 TABLES = re.compile(r"layers\.\d+\.engram\.embed\.")
 
@@ -242,7 +242,7 @@ MEASURE = """
 import jax, sys, numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
 from dsv41_jax import Checkpoint
-from dsv41_jax.loading import load, load_tables
+from dsv41_jax.files.load import load, load_tables
 
 def memory(field):
     return int(open("/proc/self/status").read().split(field)[1].split()[0]) << 10
@@ -318,7 +318,7 @@ import jax, os, sys
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from dsv41_jax import Checkpoint
-from dsv41_jax.loading import load
+from dsv41_jax.files.load import load
 
 read, true = 0, os.preadv
 

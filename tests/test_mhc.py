@@ -7,10 +7,10 @@ import pytest
 from conftest import random_model, small_config
 from flax import nnx
 
-from dsv41_jax.cache import init_cache
 from dsv41_jax.config import Config
-from dsv41_jax.model import abstract_parameters, forward
-from dsv41_jax.quant import numerics
+from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.nn.transformer import abstract_parameters, forward
+from dsv41_jax.numerics import numerics
 from pallas_kernels import mhc
 from pallas_kernels.mhc import reference
 from pallas_kernels.mhc.reference import sinkhorn, split_coefficients

@@ -11,10 +11,11 @@ from conftest import GOLDEN, random_model, small_config
 from flax import nnx
 
 from dsv41_jax import Model
-from dsv41_jax.attention import Published
-from dsv41_jax.cache import Span
-from dsv41_jax.engram import Layout, Memory, Table
-from dsv41_jax.model import forward
+from dsv41_jax.engine.ngrams import Layout
+from dsv41_jax.engine.tables import Memory, Table
+from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.cache import Span
+from dsv41_jax.nn.transformer import forward
 
 CAPACITY, T = 48, 24
 BLOCK_TAPS = ("out", "pre_mix", "attn_in", "attn_out", "ffn_out", "moe_experts", "moe_weights")

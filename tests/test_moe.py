@@ -10,9 +10,9 @@ import pytest
 from conftest import random_model, small_config
 
 from dsv41_jax.config import Config
-from dsv41_jax.linear import product_f32
-from dsv41_jax.moe import MoE, SharedExpert, route, swiglu
-from dsv41_jax.quant import keep, numerics, round_fp8
+from dsv41_jax.nn.linear import product_f32
+from dsv41_jax.nn.moe import MoE, SharedExpert, route, swiglu
+from dsv41_jax.numerics import keep, numerics, round_fp8
 from pallas_kernels.grouped_matmul import experts
 
 CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

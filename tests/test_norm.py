@@ -9,9 +9,9 @@ from conftest import small_config
 from flax import nnx
 
 from dsv41_jax.config import Config
-from dsv41_jax.model import abstract_parameters
-from dsv41_jax.norm import RMSNorm, rmsnorm
-from dsv41_jax.quant import numerics
+from dsv41_jax.nn.norm import RMSNorm, rmsnorm
+from dsv41_jax.nn.transformer import abstract_parameters
+from dsv41_jax.numerics import numerics
 
 ONES = jnp.ones(32)
 

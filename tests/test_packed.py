@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from conftest import random_model, small_config
 
-from dsv41_jax import Config, Model, attention, quant
-from dsv41_jax.attention import Published
-from dsv41_jax.cache import Span, init_cache, nbytes_per_token
+from dsv41_jax import Config, Model
+from dsv41_jax import numerics as quant
+from dsv41_jax.nn import attention
+from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.cache import Span, init_cache, nbytes_per_token
 
 E2M1 = [Fraction(v) for v in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 E4M3 = [Fraction(m, 512) if e == 0 else Fraction(8 + m) * Fraction(2) ** (e - 10) for e in range(16) for m in range(8)]

@@ -12,9 +12,9 @@ from conftest import random_model, small_config
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 
-from dsv41_jax import quant
-from dsv41_jax.attention import Published
-from dsv41_jax.cache import Span, init_cache
+from dsv41_jax import numerics as quant
+from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.cache import Span, init_cache
 from pallas_kernels import BackendError
 from pallas_kernels.formats import cast, dequantize_fp8
 from pallas_kernels.rows import quantize_fp8, quantize_mxfp4, quantize_nvfp4

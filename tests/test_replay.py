@@ -26,10 +26,12 @@ from truncated import (
     worst,
 )
 
-from dsv41_jax import Config, replay
-from dsv41_jax.cache import init_cache
-from dsv41_jax.quant import numerics
-from dsv41_jax.vision import ImageInput
+from dsv41_jax import Config
+from dsv41_jax.engine.snapshot import Snapshot
+from dsv41_jax.nn import replay
+from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.nn.vision import ImageInput
+from dsv41_jax.numerics import numerics
 
 # One model with everything but a vision tower that runs: a row of the batch for every length 1 .. 40.
 
@@ -135,7 +137,7 @@ def test_the_windows_of_the_cut_layer_itself_are_truncated(truncated, tokens, pr
 
 def test_replay_leaves_the_entries_of_a_full_prefill(model, truncated, tokens, prefilled):
     _, full = truncated(tokens, LENGTHS, floors(4, START))
-    mine, theirs = prefilled[1].copy().snapshot(), full.snapshot()
+    mine, theirs = Snapshot.of(prefilled[1]), Snapshot.of(full)
     np.testing.assert_array_equal(mine.length, theirs.length)
     for one, two in zip(sum(mine.entries, ()), sum(theirs.entries, ()), strict=True):
         np.testing.assert_allclose(one, two, **TOL)
@@ -230,7 +232,7 @@ def test_the_cut_is_the_last_full_layer():
 def snapshot(model, tokens, image):
     """Entries of 45 exact tokens of every row."""
     cache = model.init_cache(ROWS, CAPACITY)
-    return model.prefill(list(tokens[:, :45]), cache, image=image.part(0, 45), mode="replay")[1].snapshot()
+    return Snapshot.of(model.prefill(list(tokens[:, :45]), cache, image=image.part(0, 45), mode="replay")[1])
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +323,7 @@ def test_a_row_is_restored_alike_whatever_stands_beside_it(model, tokens, image,
 
 
 def test_a_snapshot_of_exactly_the_prefix_restores_the_same(model, tokens, image, restored, with_images):
-    again = model.restore(with_images[1].copy().snapshot(), tokens, LENGTHS, capacity=CAPACITY, image=image)
+    again = model.restore(Snapshot.of(with_images[1]), tokens, LENGTHS, capacity=CAPACITY, image=image)
     assert_same(again, restored, model.config, LENGTHS)
 
 
@@ -359,4 +361,4 @@ def test_a_restore_that_does_not_fit_is_refused(model, tokens, image, snapshot):
     refused(given=replace(snapshot, entries=snapshot.entries[:1]))
     refused(given=replace(snapshot, entries=((zeros, zeros), *snapshot.entries)))
     packed = init_cache(model.config, ROWS, CAPACITY, numerics("fast"))
-    refused(given=replace(packed, length=jnp.full(ROWS, 45, jnp.int32)).snapshot())
+    refused(given=Snapshot.of(replace(packed, length=jnp.full(ROWS, 45, jnp.int32))))

@@ -23,8 +23,9 @@ from truncated import (
     worst,
 )
 
-from dsv41_jax import Model, generate
-from dsv41_jax import vision as vi
+from dsv41_jax import Model
+from dsv41_jax.engine import generate, images
+from dsv41_jax.engine.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("few_short_compilations")
 
@@ -35,7 +36,7 @@ def test_the_bundled_model_with_images_and_drafts():
     cfg, window, n = tiny.config, tiny.config.sliding_window, np.array([39, 39, 1, 15, 16, 17, 37])
     rows = np.random.default_rng(0).integers(6, 288, (7, WIDTH)).astype(np.int32)
     rows[:2, :39] = given["d_ids"][:, :39]
-    pictures = [vi.preprocess(given[f"d_img{k}_rgb"], cfg) for k in range(3)]
+    pictures = [images.preprocess(given[f"d_img{k}_rgb"], cfg) for k in range(3)]
     image = tiny.embed_images(rows, [pictures[:1], pictures[1:], *[[]] * 5])
     truncated = partial(oracle(cfg, tiny.numerics, 7, WIDTH, CAPACITY), tiny)
     start, eight = np.maximum(n - window, 0), range(cfg.num_hidden_layers)
@@ -55,7 +56,7 @@ def test_the_bundled_model_with_images_and_drafts():
     empty = tiny.init_cache(7, CAPACITY)
     logits, cache = tiny.prefill(prompts, empty, image=image.part(0, 39), mode="replay")
     np.testing.assert_allclose(logits, agree(cache, n, floor=floor), **TOL)
-    snapshot = cache.snapshot()
+    snapshot = Snapshot.of(cache)
     for at in range(1, 8):
         logits, cache = append(tiny, cache, rows, n + at - 1, np.ones(7, int))
         np.testing.assert_allclose(logits, agree(cache, n + at, floor=floor), **TOL)
@@ -95,7 +96,7 @@ def test_prompts_of_several_of_the_librarys_own_chunks(monkeypatch):
     truncated = partial(oracle(small.config, small.numerics, 2, 700, 1024), small)
     prompts, start = [row[:k] for row, k in zip(rows, n, strict=True)], n - W
     logits, cache = small.prefill(prompts, small.init_cache(2, 1024), mode="replay")
-    snapshot = cache.snapshot()
+    snapshot = Snapshot.of(cache)
     floor = floors(3, start, 5)
     expected, full = truncated(rows, n, floor)
     np.testing.assert_allclose(logits, behind(expected, n), **TOL)
@@ -135,7 +136,7 @@ def test_other_stacks(change, monkeypatch):
     start = np.maximum(LENGTHS - window, 0)
     prompts = [row[:n] for row, n in zip(tokens, LENGTHS, strict=True)]
     logits, cache = model.prefill(prompts, model.init_cache(ROWS, CAPACITY), mode="replay")
-    snapshot, floor = cache.snapshot(), floors(cut, start, 5)
+    snapshot, floor = Snapshot.of(cache), floors(cut, start, 5)
     for at in range(4):
         expected, full = truncated(tokens, LENGTHS + at, floor)
         np.testing.assert_allclose(logits, behind(expected, LENGTHS + at), **TOL)
@@ -155,7 +156,7 @@ def test_packed_entries_are_taken_over_as_they_stand():
     model = random_model(small_config(), "fast")
     tokens = np.random.default_rng(0).integers(6, 288, (ROWS, WIDTH)).astype(np.int32)
     _, cache = append(model, model.init_cache(ROWS, CAPACITY), tokens, np.zeros(ROWS, int), np.full(ROWS, 45))
-    whole, snapshot = cache.copy(), cache.snapshot()
+    whole, snapshot = cache.copy(), Snapshot.of(cache)
     cache = model.restore(snapshot, tokens, LENGTHS, capacity=CAPACITY)
     assert_entries_are_the_snapshots(cache, snapshot, LENGTHS)
     again = model.restore(snapshot, tokens, np.full(ROWS, 45), capacity=CAPACITY)

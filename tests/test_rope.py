@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from conftest import random_model, small_config
 
-from dsv41_jax import attention as attention_module
-from dsv41_jax.attention import Attention, Published
-from dsv41_jax.cache import Span, init_cache
 from dsv41_jax.config import Config
-from dsv41_jax.quant import numerics
-from dsv41_jax.rope import frequencies, layer_frequencies, rotate, yarn_frequencies
+from dsv41_jax.nn import attention as attention_module
+from dsv41_jax.nn.attention import Attention, Published
+from dsv41_jax.nn.cache import Span, init_cache
+from dsv41_jax.nn.rope import frequencies, layer_frequencies, rotate, yarn_frequencies
+from dsv41_jax.numerics import numerics
 from pallas_kernels.sparse_attention import sparse_attention
 
 ULP = 2.0**-24  # half a step of float32 below 1: the error of one rounded operation, relative

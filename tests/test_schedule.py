@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from dsv41_jax.schedule import CostTable, allocate, budget, survival
-from dsv41_jax.verify import verify_standard
+from dsv41_jax.engine.schedule import CostTable, allocate, budget, survival
+from dsv41_jax.engine.verify import verify_standard
 
 TABLE = CostTable((2, 4, 8), (1.0, 1.5, 2.5), 0.25)
 

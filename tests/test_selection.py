@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import random_model, small_config
 
-from dsv41_jax import indexer
+from dsv41_jax.nn import indexer
 from pallas_kernels.indexer import reference, select
 
 

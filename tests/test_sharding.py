@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv41_jax import Checkpoint, Config, Model, sharding
-from dsv41_jax.inventory import device_bytes, table_bytes
-from dsv41_jax.loading import load
-from dsv41_jax.model import abstract_parameters, random_parameters
+from dsv41_jax.files.inventory import device_bytes, table_bytes
+from dsv41_jax.files.load import load
+from dsv41_jax.nn.transformer import abstract_parameters, random_parameters
 
 
 def mesh(data: int, expert: int) -> Mesh:

@@ -15,11 +15,13 @@ import pytest
 from conftest import random_model, small_config
 from flax import nnx
 
-from dsv41_jax import Model, atomic, snapshot
-from dsv41_jax.cache import Snapshot, init_cache, nbytes_per_token
+from dsv41_jax import Model, atomic
 from dsv41_jax.config import Config
-from dsv41_jax.quant import numerics
-from dsv41_jax.snapshot import SnapshotError
+from dsv41_jax.engine.snapshot import Snapshot
+from dsv41_jax.files import snapshot
+from dsv41_jax.files.snapshot import SnapshotError
+from dsv41_jax.nn.cache import init_cache, nbytes_per_token
+from dsv41_jax.numerics import numerics
 
 CAPACITY = 48
 FORMATS = ("float32", "reference", "fast", "fast-fp8", "fast-bf16")
@@ -55,7 +57,7 @@ def same(one: Snapshot, two: Snapshot):
 @pytest.mark.parametrize("length", [[2, 2], [46, 46]])
 def test_a_snapshot_is_the_global_entries_and_no_byte_more(name, length):
     cfg = small_config()
-    taken = full_cache(cfg, name, length).snapshot()
+    taken = Snapshot.of(full_cache(cfg, name, length))
     assert taken.nbytes == nbytes_per_token(cfg, numerics(name)) * sum(length)
     assert taken.nbytes == sum(part.nbytes for pair in taken.entries for part in pair)
     assert all(isinstance(part, np.ndarray) for pair in taken.entries for part in pair)
@@ -64,14 +66,14 @@ def test_a_snapshot_is_the_global_entries_and_no_byte_more(name, length):
 def test_a_released_token_is_890_bytes_of_a_snapshot():
     cfg = Config.flash()
     cache = replace(init_cache(cfg, 1, 4096, numerics("fast")), length=jnp.array([4000], jnp.int32))
-    assert cache.snapshot().nbytes == 890 * 4000
+    assert Snapshot.of(cache).nbytes == 890 * 4000
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_live_rows_are_the_caches_bit_for_bit_and_the_rest_is_zero(name):
     length = np.array([13, 1, 0, 32, 7])
     cache = full_cache(small_config(), name, length)
-    taken = cache.snapshot()
+    taken = Snapshot.of(cache)
     np.testing.assert_array_equal(taken.length, length)
     assert len(taken.entries) == 2
     for layer, pair in zip(sources(cache), taken.entries, strict=True):
@@ -85,7 +87,7 @@ def test_live_rows_are_the_caches_bit_for_bit_and_the_rest_is_zero(name):
 
 def test_a_snapshot_does_not_follow_the_cache(small):
     cache = full_cache(small.config, "float32", [9, 4])
-    taken = cache.snapshot()
+    taken = Snapshot.of(cache)
     kept = [part.copy() for pair in taken.entries for part in pair]
     overwrite = jax.jit(lambda c: jax.tree.map(lambda leaf: leaf * 0 + 1, c), donate_argnums=0)
     for _ in range(3):
@@ -100,7 +102,7 @@ def test_a_snapshot_does_not_follow_the_cache(small):
 
 @pytest.fixture(scope="module")
 def taken(small):
-    return full_cache(small.config, "float32", [5, 2]).snapshot()
+    return Snapshot.of(full_cache(small.config, "float32", [5, 2]))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def like(model, *, name=None, cfg=None, params=None):
 def test_a_file_gives_back_every_bit(small, name, length, tmp_path):
     model = copy.copy(small)
     model.numerics = numerics(name)
-    taken = full_cache(small.config, name, length).snapshot()
+    taken = Snapshot.of(full_cache(small.config, name, length))
     model.export_snapshot(taken, tmp_path / "x")
     same(model.import_snapshot(tmp_path / "x"), taken)
     model.export_snapshot(taken, str(tmp_path / "y"))  # a second export replaces nothing else and is the same file
@@ -303,8 +305,9 @@ SERVER = """
 import json, os, signal, sys, time
 import numpy as np
 from pathlib import Path
-from dsv41_jax import atomic, snapshot
-from dsv41_jax.cache import Snapshot
+from dsv41_jax import atomic
+from dsv41_jax.files import snapshot
+from dsv41_jax.engine.snapshot import Snapshot
 from dsv41_jax.config import Config
 cfg, about = Config.from_dict(json.loads(sys.argv[1])), json.loads(sys.argv[2])
 entries = {}

@@ -15,9 +15,9 @@ import pytest
 from scipy.stats import chisquare
 
 from dsv41_jax import Model
-from dsv41_jax.cache import init_cache
-from dsv41_jax.schedule import CostTable
-from dsv41_jax.speculate import Speculation
+from dsv41_jax.engine.schedule import CostTable
+from dsv41_jax.engine.speculate import Speculation
+from dsv41_jax.nn.cache import init_cache
 
 B, K, W, CAPACITY, NEVER = 96, 5, 16, 128, 288
 KEY, ONE = jax.random.key(0), np.float32(1)

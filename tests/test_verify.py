@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from dsv41_jax.verify import verify_block, verify_greedy, verify_standard
+from dsv41_jax.engine.verify import verify_block, verify_greedy, verify_standard
 
 K, V, DRAWS = 3, 3, 1_000_000
 RULES = {"standard": jax.jit(verify_standard), "block": jax.jit(verify_block)}

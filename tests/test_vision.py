@@ -14,8 +14,9 @@ from conftest import GOLDEN
 from PIL import Image, ImageOps
 
 from dsv41_jax import Config
-from dsv41_jax import vision as vi
-from dsv41_jax.quant import numerics
+from dsv41_jax.engine import images
+from dsv41_jax.nn import vision
+from dsv41_jax.numerics import numerics
 
 FLASH, TINY = Config.flash(), Config.tiny()
 GIVEN = dict(np.load(GOLDEN["tiny-full"] / "inputs.npz"))
@@ -28,8 +29,8 @@ PUBLISHED = """1 1 184 546 546 13 13; 640 480 206 644 490 12 16; 100 100 184 546
 @pytest.mark.parametrize("case", PUBLISHED.split(";"))
 def test_published_resize_cases(case):
     width, height, tokens, best_width, best_height, rows, columns = map(int, case.split())
-    plan = vi.resize_plan(width, height, FLASH)
-    assert plan == vi.Plan(best_width, best_height, rows, columns)
+    plan = images.resize_plan(width, height, FLASH)
+    assert plan == images.Plan(best_width, best_height, rows, columns)
     assert plan.tokens == tokens
 
 
@@ -90,7 +91,7 @@ def test_resize_follows_the_written_rule_for_any_size(cfg):
     cases = sizes()
     assert len(cases) > 800
     for w, h in cases:
-        plan = vi.resize_plan(w, h, cfg)
+        plan = images.resize_plan(w, h, cfg)
         assert (plan.width, plan.height, plan.rows, plan.columns) == rule(w, h, cfg), (w, h)
         assert (plan.rows, plan.columns) == exact_grid(w, h, cfg), (w, h)
         assert plan.tokens <= cfg.vision_max_image_tokens
@@ -100,7 +101,7 @@ def test_resize_follows_the_written_rule_for_any_size(cfg):
 def test_the_token_count_is_the_length_of_the_expansion():  # pitfall 121
     rng = np.random.default_rng(1)
     for w, h in rng.integers(8, 4000, (200, 2)).tolist():
-        plan = vi.resize_plan(w, h, FLASH)
+        plan = images.resize_plan(w, h, FLASH)
         row = [1] * plan.columns + [2]
         assert plan.roles == [0, *row * plan.rows, 3]
         assert plan.tokens == len(plan.roles) == plan.rows * (plan.columns + 1) + 2
@@ -108,9 +109,9 @@ def test_the_token_count_is_the_length_of_the_expansion():  # pitfall 121
 
 def test_a_span_depends_on_the_image_alone_and_has_no_alignment_pads():  # pitfall 5
     for offset in range(4):
-        ids = vi.expand_placeholders([9] * offset + [TINY.image_token_id, 9], [10], TINY)
+        ids = images.expand_placeholders([9] * offset + [TINY.image_token_id, 9], [10], TINY)
         assert ids == [9] * offset + [TINY.image_token_id] * 10 + [9]
-        assert vi.span_starts(ids, [10], TINY) == [offset]
+        assert images.span_starts(ids, [10], TINY) == [offset]
 
 
 def bfloat16(x):
@@ -134,7 +135,7 @@ def pipeline(rgb, cfg):
 
 
 def values(source, cfg=TINY):
-    return vi.preprocess(source, cfg).values.astype(np.float32)
+    return images.preprocess(source, cfg).values.astype(np.float32)
 
 
 def encoded(image, form, **options):
@@ -145,7 +146,7 @@ def encoded(image, form, **options):
 
 @pytest.mark.parametrize("k", range(3))
 def test_golden_patches_are_bit_equal(k):
-    patches = vi.preprocess(GIVEN[f"d_img{k}_rgb"], TINY)
+    patches = images.preprocess(GIVEN[f"d_img{k}_rgb"], TINY)
     np.testing.assert_array_equal(patches.values.astype(np.float32), GIVEN[f"d_img{k}_patches"].reshape(-1, 48))
     p = patches.plan
     assert [p.height // 4, p.width // 4, p.rows, p.columns] == GIVEN[f"d_img{k}_grid"].tolist()
@@ -256,8 +257,8 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_image_raises_one_line(name):
-    with pytest.raises(vi.ImageError, match=r"^[^\n]+$"):
-        vi.preprocess(BAD[name], TINY)
+    with pytest.raises(images.ImageError, match=r"^[^\n]+$"):
+        images.preprocess(BAD[name], TINY)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -268,12 +269,12 @@ def test_damage_anywhere_raises_nothing_but_an_image_error(form):
         data = bytearray(whole[: int(rng.integers(4, len(whole)))] if trial % 3 == 0 else whole)
         for place in rng.integers(0, min(len(data), 300), 4):
             data[place] = rng.integers(0, 256)
-        with contextlib.suppress(vi.ImageError):
-            vi.open_image(bytes(data))
+        with contextlib.suppress(images.ImageError):
+            images.open_image(bytes(data))
 
 
 def test_windows_of_a_4_by_5_grid_are_channel_major_with_zeros_past_the_edge(tiny):  # pitfall 123
-    plan, grid = vi.Plan(20, 16, 2, 2), 100 * np.arange(4)[:, None] + np.arange(5)
+    plan, grid = images.Plan(20, 16, 2, 2), 100 * np.arange(4)[:, None] + np.arange(5)
     padded = np.pad(grid + 50.0, ((0, 2), (0, 1)))
     expected = np.stack([padded[r : r + 3, c : c + 3].ravel() for r in (0, 3) for c in (0, 3)])
     assert (expected[0] - 50).tolist() == [0, 1, 2, 100, 101, 102, 200, 201, 202]
@@ -284,7 +285,7 @@ def test_windows_of_a_4_by_5_grid_are_channel_major_with_zeros_past_the_edge(tin
     aligner.w1.weight[...] = jnp.zeros((width, 576), jnp.bfloat16).at[:18].set(jnp.eye(18, 576, 27, jnp.bfloat16))
     x = np.zeros((20, 64), np.float32)  # w1 passes on channels 3 and 4; gelu leaves 50 and more as it is
     x[:, 3], x[:, 4] = grid.ravel() + 50, grid.ravel() + 1050
-    got = aligner(jnp.asarray(x), jnp.asarray(vi.window_patches(plan, 4, 3)), numerics("float32"))
+    got = aligner(jnp.asarray(x), jnp.asarray(images.window_patches(plan, 4, 3)), numerics("float32"))
     np.testing.assert_allclose(got[:, :9], expected, atol=1e-3)
     np.testing.assert_allclose(got[:, 9:18], np.where(expected > 0, expected + 1000, 0), atol=1e-3)
 
@@ -295,16 +296,16 @@ def test_rotary_pairs_channel_j_with_j_plus_half_over_rows_then_columns():  # pi
     f = 10000.0 ** (-2 * np.arange(width // 4) / (width // 2))
     turn = np.exp(1j * np.concatenate([places[:, :1] * f, places[:, 1:] * f], axis=1))[:, None]
     pairs = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * turn
-    got = vi.rotate_2d(jnp.asarray(x), jnp.asarray(places), 10000.0)
+    got = vision.rotate_2d(jnp.asarray(x), jnp.asarray(places), 10000.0)
     np.testing.assert_allclose(got, np.concatenate([pairs.real, pairs.imag], axis=-1), atol=2e-5)
     unit = jnp.zeros((1, 2, width), jnp.float32).at[0, 0, 0].set(1).at[0, 1, width // 4].set(1)
-    row, column = np.asarray(vi.rotate_2d(unit, jnp.array([[3, 5]], jnp.int32), 10000.0))[0]
+    row, column = np.asarray(vision.rotate_2d(unit, jnp.array([[3, 5]], jnp.int32), 10000.0))[0]
     np.testing.assert_allclose([row[0], row[8], column[4], column[12]], [np.cos(3), np.sin(3), np.cos(5), np.sin(5)])
 
 
 @pytest.fixture(scope="module")
 def pictures():
-    return [vi.preprocess(GIVEN[f"d_img{k}_rgb"], TINY) for k in range(3)]
+    return [images.preprocess(GIVEN[f"d_img{k}_rgb"], TINY) for k in range(3)]
 
 
 @pytest.mark.parametrize("k", range(3))
@@ -320,8 +321,8 @@ def test_padded_patches_are_seen_by_nobody(tiny, pictures, bucket, filler):
     image, live = pictures[1], 30
     values = np.full((bucket, 48), filler, image.values.dtype)
     places, windows = np.full((bucket, 2), 7, np.int32), np.full((bucket, 9), -1, np.int32)
-    values[:live], places[:live] = image.values, vi.patch_places(image.plan, 4)
-    windows[:4] = vi.window_patches(image.plan, 4, 3)
+    values[:live], places[:live] = image.values, images.patch_places(image.plan, 4)
+    windows[:4] = images.window_patches(image.plan, 4, 3)
     features, aligned = tiny.programs.image(tiny.programs.leaves, values, places, windows, np.int32(live))
     np.testing.assert_allclose(features[:live], RELEASED["d/vit1"], atol=1e-4)
     np.testing.assert_allclose(aligned[:4], RELEASED["d/aligned1"], atol=1e-4)
@@ -376,8 +377,8 @@ def test_images_at_even_and_odd_offsets_may_be_cut(tiny, pictures, offset):
 
 def test_features_on_a_second_call_equal_pixels(tiny, pictures, prefilled):  # pitfall 124
     pixels = [GIVEN[f"d_img{k}_rgb"] for k in range(3)]
-    for images in ([pixels[:1], pixels[1:]], [pictures[:1], pictures[1:]]):
-        np.testing.assert_array_equal(tiny(D[:, :LENGTH], images=images), prefilled[1])
+    for given in ([pixels[:1], pixels[1:]], [pictures[:1], pictures[1:]]):
+        np.testing.assert_array_equal(tiny(D[:, :LENGTH], images=given), prefilled[1])
     np.testing.assert_array_equal(steps(tiny, D[:, :LENGTH], prefilled[0], [LENGTH])[0], prefilled[1])
 
 
@@ -423,7 +424,7 @@ def test_the_visual_bias_acts_on_spans_alone(tiny, prefilled):
 def test_engram_and_the_text_bias_do_not_act_on_spans(tiny, pictures):
     ids, text = np.full((2, 16), 4), np.arange(32).reshape(2, 16) + 40
     spans = tiny.embed_images(ids, [pictures[1:2] * 2] * 2)
-    none = vi.ImageInput(jnp.zeros_like(spans.mask), spans.rows)
+    none = vision.ImageInput(jnp.zeros_like(spans.mask), spans.rows)
     for part in ("engram", "gate.bias.value"):
         other = changed(tiny, part)
         np.testing.assert_array_equal(steps(other, ids, spans, [16])[0], steps(tiny, ids, spans, [16])[0])

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41_jax import attention
-from dsv41_jax.cache import init_cache
-from dsv41_jax.model import forward
-from dsv41_jax.vision import ImageInput
+from dsv41_jax.nn import attention
+from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.nn.transformer import forward
+from dsv41_jax.nn.vision import ImageInput
 
 TOL = {"atol": 2e-5, "rtol": 0}
 W, ROWS, WIDTH, CAPACITY = 8, 40, 56, 128  # of the tests' small models: a row of the batch for every length 1 .. 40

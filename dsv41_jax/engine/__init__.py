@@ -1,0 +1,1 @@
+"""The host: what is compiled, and on which tokens it runs."""
