@@ -1,4 +1,4 @@
-"""Engram: rows of a huge table, found by hashing the last tokens, gated into the streams (paper 2.4.2; facts 3).
+"""Engram: rows of a huge table, found by hashing the last tokens, gated into the streams (paper 2.4.2).
 
     id_t       compressed id of token t: equal for tokens whose normalized text is equal
     r_n        XOR over s < n of id_{t-s} * multiplier_s                               64-bit integers

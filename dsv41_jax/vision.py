@@ -1,4 +1,4 @@
-"""Images: the resize plan, the vision transformer and the aligner (paper 2.1.1; facts 5).
+"""Images: the resize plan, the vision transformer and the aligner (paper 2.1.1).
 
     plan      grow to min_pixels, round up to whole patches, shrink until the span fits max_image_tokens
     patches   contained on grey 127, (x / 255 - 0.5) / 0.5, patch by patch, each [3, p, p] flattened

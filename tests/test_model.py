@@ -239,7 +239,7 @@ def norm64(x, norm):
 
 
 def coefficients64(block, x, site):
-    """(pre, post, comb) of architecture 7, in float64."""
+    """(pre, post, comb) of single-pass mHC (paper 2.4.1), in float64."""
     fn, base, scale = (np.asarray(getattr(block, f"hc_{site}_{k}")[...], np.float64) for k in ("fn", "base", "scale"))
     z, streams, eps = x.reshape(*x.shape[:2], -1), x.shape[2], block.cfg.hc_eps
     m = z @ fn.T / np.sqrt(np.mean(z**2, axis=-1, keepdims=True) + 1e-20)

@@ -1,4 +1,4 @@
-"""Bounded Replay, in prefill and behind a restored prefix, against the forward pass of `truncated` (report 1.10)."""
+"""Bounded Replay, in prefill and behind a restored prefix, against the forward pass of `truncated` (paper 3.2.2)."""
 
 import inspect
 from dataclasses import replace

@@ -34,7 +34,7 @@ def test_published_resize_cases(case):
 
 
 def rule(w, h, cfg):
-    """(best_w, best_h, n_h, n_w) by the words of facts 5, in float64 and in their order of operations."""
+    """(best_w, best_h, n_h, n_w) as the released preprocessing plans it, in float64 and in its order of operations."""
     patch, most = cfg.vision_patch_size, cfg.vision_max_image_tokens
     cell = patch * cfg.vision_downsample_ratio
     if 0 < w * h < cfg.vision_min_pixels:
@@ -120,7 +120,7 @@ def bfloat16(x):
 
 
 def pipeline(rgb, cfg):
-    """Patches of an array [H, W, 3] by facts 5."""
+    """Patches of an array [H, W, 3], step by step as released."""
     best_w, best_h, _, _ = rule(rgb.shape[1], rgb.shape[0], cfg)
     canvas = ImageOps.pad(Image.fromarray(rgb), (best_w, best_h), Image.Resampling.BICUBIC, color=(127, 127, 127))
     x = bfloat16((np.asarray(canvas).astype(np.float32) / 255 - np.float32(0.5)) / np.float32(0.5))
