@@ -37,7 +37,7 @@ def _require(ok: bool, key: str, value: object, rule: str) -> None:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What layer `id` is (paper section 2.3; config keys `compress_ratios`, `*_source_layer_ids`).
+    """What layer `id` is (paper 2.3; config keys `compress_ratios`, `*_source_layer_ids`).
 
     `mode` is one of window, full, reindex, reuse. `ratio` is tokens per compressed entry (0: none). `kv_source` and
     `index_source` are the layers whose main KV and whose selected ids this layer reads (None for window layers).
@@ -75,7 +75,7 @@ class Config:
     """The architecture as flat data. A field is named after its key; `json_text` keeps the file's every key.
 
     Build one with `from_pretrained`, `from_dict`, `flash` or `tiny`, and a changed copy with `replace`: each
-    validates. Source: the released config.json; the rules are those of the architecture (report 2.2 to 2.4).
+    validates. Source: the released config.json; the rules are those of the architecture (paper 2.2 to 2.4).
 
     >>> cfg = Config.flash()
     >>> [layer.id for layer in cfg.layers if layer.mode == "full"], cfg.layers[24].mode, cfg.layers[23].index_source

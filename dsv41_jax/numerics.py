@@ -8,7 +8,7 @@
 
 A fake quantizer gives back the values that the codes stand for. Caches keep either those values or, packed, their
 codes and scales as bytes; unpacking a packed row gives the fake quantizer's values bit for bit.
-Source: numerics of the released inference program.
+Source: `act_quant` and `fp4_act_quant` of the released `inference/kernel.py`.
 """
 
 from collections.abc import Callable

@@ -26,7 +26,7 @@ UNITS = ROOT / "tests/golden/units/units.npz"
 
 
 def small_config(**changes: object) -> Config:
-    """Five layers of every mode at width 32: the config that the pitfall records use, without vision and drafts."""
+    """Five layers of every mode at width 32, Engram among them, without vision and drafts."""
     base = {
         "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8,
         "q_lora_rank": 32, "o_lora_rank": 16, "sliding_window": 8, "compress_ratios": [0, 2, 2, 1, 1],

@@ -105,7 +105,7 @@ def close(got, expected):
     np.testing.assert_allclose(got, expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_a_reuse_layer_attends_to_its_window_and_the_selected_entries():  # pitfalls 2, 3, 16, 17
+def test_a_reuse_layer_attends_to_its_window_and_the_selected_entries():  # V3's YaRN scale; V4's norm of heads
     x, main = inputs(0, (2, T, 32), (2, S, H))
     ids = random_ids(0)
     published = Published(main=jnp.asarray(main), selected=jnp.asarray(ids))
@@ -115,7 +115,7 @@ def test_a_reuse_layer_attends_to_its_window_and_the_selected_entries():  # pitf
 
 
 @pytest.mark.parametrize("cut", [1, 5, 8, 13])
-def test_a_second_chunk_reads_the_ring_of_the_first(cut):  # pitfalls 29, 30
+def test_a_second_chunk_reads_the_ring_of_the_first(cut):  # a ring of W rows loses keys when a call writes first
     x, main = inputs(cut, (2, T, 32), (2, S, H))
     ids = random_ids(cut)
     state, pieces = empty(2), []
@@ -154,7 +154,7 @@ def test_a_window_layer_ignores_what_stands_published():
             close(y[row], attend64(attention(0), x[row]))
 
 
-def test_a_reuse_layer_follows_the_selection_of_the_layer_below():  # pitfall 2
+def test_a_reuse_layer_follows_the_selection_of_the_layer_below():  # ids read from a buffer nobody filled
     x, other = inputs(2, (2, T, 32), (2, T, 32))
     source, perturbed = attention(1), nnx.clone(attention(1))
     weight = perturbed.indexer.wq_b.weight[...]
@@ -173,7 +173,7 @@ def test_a_reuse_layer_follows_the_selection_of_the_layer_below():  # pitfall 2
     np.testing.assert_array_equal(seen[0][1], seen[2][1])
 
 
-def test_the_query_heads_are_not_normalised():  # pitfall 3
+def test_the_query_heads_are_not_normalised():  # V4 had a norm for each head, V4.1 has none
     x, main = inputs(3, (2, T, 32), (2, S, H))
     ids, scaled = random_ids(3), nnx.clone(attention(2))
     scale = scaled.wq_b.scale[...].astype(jnp.float32).at[: H // 32].multiply(4.0)
@@ -184,7 +184,7 @@ def test_the_query_heads_are_not_normalised():  # pitfall 3
     assert np.abs(np.asarray(y[0] - y[1])).max() > 1e-2
 
 
-def test_positions_shift_without_changing_the_output():  # pitfall 17
+def test_positions_shift_without_changing_the_output():  # an output left at the query's angle
     (x,) = inputs(4, (2, T, 32))
     starts, given = ([0, 0], [1000, 1003]), (jnp.asarray(x), Published(), empty(0))
     y = [compiled()(attention(0), *given, span_of(start, [T, T]))[0] for start in starts]
@@ -192,7 +192,7 @@ def test_positions_shift_without_changing_the_output():  # pitfall 17
     np.testing.assert_allclose(np.asarray(y[1])[:, W - 1 :], full, atol=1e-3 * np.abs(full).max())
 
 
-def test_a_lone_key_gives_its_unrotated_value():  # pitfall 17
+def test_a_lone_key_gives_its_unrotated_value():  # key and value are one row, so values are rotated
     (x,) = inputs(5, (2, T, 32))
     part = nnx.clone(attention(0))
     part.attn_sink[...] = jnp.full(N, -jnp.inf)
@@ -222,7 +222,7 @@ def test_the_sink_takes_probability_and_adds_no_value():
     assert np.abs(outputs[3]).max() < 1e-20
 
 
-def test_compressed_entries_alone_carry_the_output():  # pitfall 28
+def test_compressed_entries_alone_carry_the_output():  # a mask of inverted sense hides the whole branch
     x, main = inputs(7, (2, T, 32), (2, S, H))
     ids, part = random_ids(7), nnx.clone(attention(2))
     part.wkv.weight[...] = jnp.zeros_like(
@@ -236,7 +236,7 @@ def test_compressed_entries_alone_carry_the_output():  # pitfall 28
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
-def test_padding_of_nan_reaches_no_live_token(layer):  # pitfalls 12, 24
+def test_padding_of_nan_reaches_no_live_token(layer):  # 0 * NaN: unread rows need more than zero weight
     x, main = inputs(8, (2, T, 32), (2, S, H))
     ids = random_ids(8)
     published = Published(main=jnp.asarray(main), selected=jnp.asarray(ids))
@@ -252,7 +252,7 @@ def test_padding_of_nan_reaches_no_live_token(layer):  # pitfalls 12, 24
         np.testing.assert_array_equal(leaf, clean)
 
 
-def test_every_numerics_attends_to_as_many_entries():  # pitfall 65
+def test_every_numerics_attends_to_as_many_entries():  # a cache format that also turns off the selection
     layer = 1
     (x,) = inputs(9, (2, T, 32))
     ratio, outputs = CFG.layers[layer].ratio, {}
@@ -271,7 +271,7 @@ def test_every_numerics_attends_to_as_many_entries():  # pitfall 65
         assert (error < 0.25 * np.linalg.norm(outputs["float32"][:, early], axis=-1)).all()
 
 
-def test_teacher_forced_decode_equals_prefill_on_forty_tokens(small):  # pitfall 29
+def test_teacher_forced_decode_equals_prefill_on_forty_tokens(small):  # breaks where the window's ring wraps
     tokens = np.random.default_rng(10).integers(0, 288, (2, 40))
     whole, _ = small.step(tokens, small.init_cache(2, CAPACITY))
     state, pieces = small.init_cache(2, CAPACITY), []
@@ -282,7 +282,7 @@ def test_teacher_forced_decode_equals_prefill_on_forty_tokens(small):  # pitfall
 
 
 @pytest.mark.parametrize("length", [20, 13])
-def test_both_continuations_of_a_fork_equal_fresh_runs(small, length):  # pitfall 31
+def test_both_continuations_of_a_fork_equal_fresh_runs(small, length):  # the windows belong to each fork alone
     rng = np.random.default_rng(length)
     prefix = rng.integers(0, 288, (2, length))
     _, state = small.step(prefix, small.init_cache(2, CAPACITY))

@@ -37,7 +37,7 @@ def new_of(start, tokens):
 SPANS = [
     ([0, 0], [1, 1], 1),  # the first token
     ([0, 3], [5, 2], 5),
-    ([10, 7], [5, 5], 5),  # pitfall 30: five in flight behind a full ring
+    ([10, 7], [5, 5], 5),  # five in flight behind a full ring
     ([7, 8], [1, 1], 1),  # the wrap itself
     ([4, 15], [0, 3], 4),  # a row without tokens
     ([5, 0], [8, 8], 8),
@@ -68,7 +68,7 @@ def test_window_ids_equal_a_loop_over_positions(start, count, tokens, rows):
 
 @pytest.mark.parametrize(("start", "count", "tokens"), SPANS)
 @pytest.mark.parametrize("rows", RINGS)
-def test_every_query_sees_exactly_its_last_w_positions(start, count, tokens, rows):  # pitfall 30
+def test_every_query_sees_exactly_its_last_w_positions(start, count, tokens, rows):  # writes that overtake reads
     held = np.concatenate([ring_of(start, rows), new_of(start, tokens)], axis=1)[..., 0]
     ids = np.asarray(window_ids(span_of(start, count, tokens), W, rows))
     for row, first in enumerate(start):
@@ -97,7 +97,7 @@ def test_pushing_in_chunks_equals_pushing_at_once(seed):
         np.testing.assert_array_equal(ring, ring_of(at))
 
 
-def test_push_ring_never_stores_padding():  # pitfall 12
+def test_push_ring_never_stores_padding():  # pads would stand in the window until it wraps
     new = new_of([9, 2], 16)
     new[0, 3:] = new[1, 1:] = np.nan
     ring = push_ring(jnp.asarray(ring_of([9, 2])), jnp.asarray(new), span_of([9, 2], [3, 1], 16))
@@ -124,7 +124,7 @@ def test_window_ids_of_a_decode_step_are_the_released_ring_slots(units, position
     ("first", "count"),
     [([0, 0], [3, 5]), ([2, 9], [0, 1]), ([11, 7], [1, 5]), ([10, 12], [5, 5]), ([11, 40], [3, 3]), ([0, 0], [0, 0])],
 )
-def test_write_entries_equals_a_loop_and_drops_what_does_not_fit(first, count):  # pitfall 101
+def test_write_entries_equals_a_loop_and_drops_what_does_not_fit(first, count):  # else the slice shifts back silently
     rng = np.random.default_rng(0)
     store, new = rng.standard_normal((2, 12, 3), np.float32), rng.standard_normal((2, 5, 3), np.float32)
     expected = store.copy()
@@ -137,7 +137,7 @@ def test_write_entries_equals_a_loop_and_drops_what_does_not_fit(first, count): 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_written_slots_are_unique(seed):  # pitfall 97
+def test_written_slots_are_unique(seed):  # which of two writes to one slot wins is unspecified
     rng = np.random.default_rng(seed)
     first, count = rng.integers(0, 14, 4).astype(np.int32), rng.integers(0, 7, 4).astype(np.int32)
     stored = np.asarray(
@@ -155,7 +155,7 @@ def test_write_entries_keeps_the_stores_integer_bytes():
     assert got[0, :, 0].tolist() == [7, 250, 7, 7]
 
 
-def test_a_cache_lists_every_state(small):  # pitfall 33
+def test_a_cache_lists_every_state(small):  # snapshots lose the open group and the history
     cache = small.init_cache(2, CAPACITY)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
     spare = small.config.spare
@@ -165,12 +165,12 @@ def test_a_cache_lists_every_state(small):  # pitfall 33
         expected |= {f".layers[{layer}].{name}": (2, CAPACITY // ratio, 32) for name in ("main", "index_keys")}
         expected |= {f".layers[{layer}].{name}": (2, waiting, 32) for name in ("open_kv", "open_gate")}
     assert {name: leaf.shape for name, leaf in found.items()} == expected
-    assert (np.asarray(found[".history"]) == -1).all()  # pitfall 57: none, not token 0
+    assert (np.asarray(found[".history"]) == -1).all()  # none, not token 0
     assert found[".length"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("length", [13, 20])
-def test_a_snapshot_of_its_leaves_continues_like_the_original(small, length):  # pitfall 33
+def test_a_snapshot_of_its_leaves_continues_like_the_original(small, length):  # at odd lengths a group is open
     tokens = np.random.default_rng(length).integers(0, 288, (2, length + 6))
     _, cache = small.step(tokens[:, :length], small.init_cache(2, CAPACITY))
     leaves, structure = jax.tree.flatten(cache)
@@ -185,13 +185,13 @@ def test_a_snapshot_of_its_leaves_continues_like_the_original(small, length):  #
         np.testing.assert_array_equal(logits, straight[t])
 
 
-def test_no_two_leaves_share_a_buffer(small):  # pitfall 100
+def test_no_two_leaves_share_a_buffer(small):  # one buffer donated twice fails or hangs
     for cache in (small.init_cache(2, CAPACITY), small.init_cache(2, CAPACITY).copy()):
         leaves = [leaf for leaf in jax.tree.leaves(cache) if leaf.size]
         assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-def test_a_copy_survives_the_step_that_consumes_the_original(small):  # pitfall 100
+def test_a_copy_survives_the_step_that_consumes_the_original(small):  # donated buffers are gone
     cache = small.init_cache(2, CAPACITY)
     kept = cache.copy()
     tokens = np.array([[5], [6]])
@@ -200,14 +200,14 @@ def test_a_copy_survives_the_step_that_consumes_the_original(small):  # pitfall 
     np.testing.assert_array_equal(first, again)
 
 
-def test_a_consumed_cache_raises_and_says_so(small):  # pitfall 100
+def test_a_consumed_cache_raises_and_says_so(small):  # JAX alone reports a deleted array, later
     cache = small.init_cache(2, CAPACITY)
     small.step(np.array([[5], [6]]), cache)
     with pytest.raises(ValueError, match=r"^cache: was consumed"):
         small.step(np.array([[5], [6]]), cache)
 
 
-def test_seventeen_tokens_in_a_bucket_of_128_store_eight_groups(small):  # pitfall 40
+def test_seventeen_tokens_in_a_bucket_of_128_store_eight_groups(small):  # groups of padding stored as entries
     cache = small.init_cache(2, CAPACITY)
     layers = [
         layer
@@ -223,7 +223,7 @@ def test_seventeen_tokens_in_a_bucket_of_128_store_eight_groups(small):  # pitfa
             assert (entries[:, :stored] != 7.0).any(axis=-1).all()
 
 
-def test_a_step_past_the_capacity_raises_and_changes_nothing(small):  # pitfall 101
+def test_a_step_past_the_capacity_raises_and_changes_nothing(small):  # dynamic_update_slice would shift back
     tokens = np.random.default_rng(5).integers(0, 288, (2, CAPACITY))
     _, cache = small.step(tokens[:, : CAPACITY - 1], small.init_cache(2, CAPACITY))
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
@@ -253,7 +253,7 @@ def test_padding_beyond_the_capacity_is_no_overflow(small):
     np.testing.assert_array_equal(cache.layers[3].main[1, : CAPACITY - 2], main[1, : CAPACITY - 2])
 
 
-def test_take_gives_the_rows_in_the_order_asked(small):  # pitfall 57
+def test_take_gives_the_rows_in_the_order_asked(small):  # a beam's reorder must move the history too
     tokens = np.random.default_rng(7).integers(0, 288, (2, 5))
     _, cache = small.step(tokens, small.init_cache(2, CAPACITY), lengths=np.array([5, 3]))
     taken = cache.take(jnp.array([1, 0, 1], jnp.int32))
@@ -268,7 +268,7 @@ def tokens():
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (1, 2), (5, 8), (9, 16), (13, 24)])
-def test_dead_cache_positions_reach_no_logit(small, tokens, lengths):  # pitfall 24
+def test_dead_cache_positions_reach_no_logit(small, tokens, lengths):  # what memory held before reads as keys
     lengths = np.array(lengths)
     cache = small.init_cache(2, CAPACITY)
     if lengths.any():
@@ -302,7 +302,7 @@ def test_dead_cache_positions_reach_no_logit(small, tokens, lengths):  # pitfall
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 36])
-def test_chunk_sizes_give_equal_logits_and_caches(small, tokens, size):  # pitfall 27
+def test_chunk_sizes_give_equal_logits_and_caches(small, tokens, size):  # earlier chunks forgotten at a boundary
     whole, expected = small.step(tokens[:, :37], small.init_cache(2, CAPACITY))
     cache = small.init_cache(2, CAPACITY)
     for first in range(0, 37, size):
@@ -312,7 +312,7 @@ def test_chunk_sizes_give_equal_logits_and_caches(small, tokens, size):  # pitfa
         np.testing.assert_allclose(leaf, other, atol=1e-5)
 
 
-def test_repeated_calls_are_bit_identical(small, tokens):  # pitfalls 13, 24, 25
+def test_repeated_calls_are_bit_identical(small, tokens):  # sums in order of arrival, memory nobody wrote
     seen = set()
     for _ in range(20):
         jnp.full((2, 128, 288), jnp.nan).block_until_ready()  # freed at once: what uninitialised memory would hold
@@ -323,7 +323,7 @@ def test_repeated_calls_are_bit_identical(small, tokens):  # pitfalls 13, 24, 25
     assert len(seen) == 1
 
 
-def test_reordered_rows_continue_like_swapped_prompts(small, tokens):  # pitfall 57
+def test_reordered_rows_continue_like_swapped_prompts(small, tokens):  # history stays with the old row
     whole, _ = small.step(tokens[:, :9], small.init_cache(2, CAPACITY))
     _, cache = small.step(tokens[:, :5], small.init_cache(2, CAPACITY))
     cache = cache.take(jnp.array([1, 0], jnp.int32))

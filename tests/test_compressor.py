@@ -67,7 +67,7 @@ def feed(layer, x, cuts, width=24):
     state, start = empty(batch, ratio), np.zeros(batch, int)
     found = [[] for _ in x]
     for end in np.array(cuts).T:
-        padded = np.full((batch, width, D), 1e4, np.float32)  # pitfall 34
+        padded = np.full((batch, width, D), 1e4, np.float32)  # loud padding, should it be pooled
         for row in range(batch):
             padded[row, : end[row] - start[row]] = x[row, start[row] : end[row]]
         latent, finished, state = compiled(layer)(jnp.asarray(padded), state, span_of(start, end - start, width))
@@ -88,7 +88,7 @@ def feed(layer, x, cuts, width=24):
     ],
 )
 @pytest.mark.parametrize("layer", [1, 3])
-def test_any_chunking_equals_the_group_loop(layer, cuts):  # pitfalls 34, 35
+def test_any_chunking_equals_the_group_loop(layer, cuts):  # a group cut by a chunk's end
     x = np.random.default_rng(0).standard_normal((2, 24, D), np.float32)
     for row, found in enumerate(feed(layer, x, cuts)[0]):
         np.testing.assert_allclose(found, latents64(layer, x[row, : cuts[row][-1]]), atol=2e-6)
@@ -104,14 +104,14 @@ def test_random_chunkings_of_unequal_rows_equal_the_group_loop(seed):
 
 
 @pytest.mark.parametrize("shards", [[13, 26], [7, 13, 20, 26]])
-def test_odd_shards_of_a_sequence_equal_the_whole(shards):  # pitfall 38
+def test_odd_shards_of_a_sequence_equal_the_whole(shards):  # a shard's end in the middle of a group
     x = np.random.default_rng(1).standard_normal((2, 26, D), np.float32)
     for row, found in enumerate(feed(1, x, [shards, shards])[0]):
         np.testing.assert_allclose(found, latents64(1, x[row]), atol=2e-6)
 
 
 @pytest.mark.parametrize("length", range(6))
-def test_lengths_around_the_ratio_give_floor_groups_and_no_nan(length):  # pitfall 35
+def test_lengths_around_the_ratio_give_floor_groups_and_no_nan(length):  # a first group that comes out NaN or zero
     x = np.random.default_rng(2).standard_normal((2, 6, D), np.float32)
     found, state = feed(1, x, [[length], [length]])
     assert found[0].shape == (length // 2, H)
@@ -134,7 +134,7 @@ def test_the_open_token_waits_in_float32(start, count):
                 np.testing.assert_allclose(kept[row, (end - 1) % kept.shape[1]], expected, atol=2e-6)
 
 
-def test_a_padded_row_equals_the_same_row_alone():  # pitfall 34
+def test_a_padded_row_equals_the_same_row_alone():  # left pads shift which tokens share a group
     x = np.random.default_rng(4).standard_normal((2, 24, D), np.float32)
     together, _ = feed(1, x, [[3], [17]])
     alone, _ = feed(1, x[1:], [[17]])
@@ -142,7 +142,7 @@ def test_a_padded_row_equals_the_same_row_alone():  # pitfall 34
     np.testing.assert_allclose(together[0], latents64(1, x[0, :3]), atol=2e-6)
 
 
-def test_padding_of_nan_reaches_no_finished_latent_and_no_waiting_row():  # pitfalls 12, 39
+def test_padding_of_nan_reaches_no_finished_latent_and_no_waiting_row():  # masked gates still carry a NaN
     x = np.random.default_rng(5).standard_normal((2, 24, D), np.float32)
     x[0, 5:] = x[1, 4:] = np.nan
     latent, finished, state = compiled(1)(jnp.asarray(x), empty(2, 2), span_of([0, 0], [5, 4], 24))
@@ -152,7 +152,7 @@ def test_padding_of_nan_reaches_no_finished_latent_and_no_waiting_row():  # pitf
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state))
 
 
-def test_a_group_of_ratio_one_is_its_token():  # pitfall 83
+def test_a_group_of_ratio_one_is_its_token():  # it has no gate in the checkpoint
     assert attention(3).compressor.wgate is None
     x = np.random.default_rng(6).standard_normal((1, 24, D), np.float32)
     (found,), state = feed(3, x, [[7, 9, 24]])
@@ -183,7 +183,7 @@ def turned64(vector, position, layer):
 
 @pytest.mark.parametrize("cuts", [[24], [5, 24], [1, 12, 24]])
 @pytest.mark.parametrize("layer", [1, 3])
-def test_entries_turn_by_the_position_of_their_groups_first_token(layer, cuts):  # pitfall 15
+def test_entries_turn_by_the_position_of_their_groups_first_token(layer, cuts):  # chunks that count from zero
     token = np.random.default_rng(7).standard_normal((1, 1, D), np.float32)
     x = np.repeat(token, 24, axis=1)  # equal tokens: every latent is the same, so entries differ by rotation only
     ratio = attention(layer).compressor.ratio
@@ -203,7 +203,7 @@ def test_entries_turn_by_the_position_of_their_groups_first_token(layer, cuts): 
     assert np.abs(np.asarray(state.main[0, 1] - state.main[0, 0])).max() > 0.1
 
 
-def test_groups_that_do_not_exist_are_not_stored():  # pitfall 40
+def test_groups_that_do_not_exist_are_not_stored():  # a launch over the bucket instead of the length
     x = np.random.default_rng(8).standard_normal((2, 128, D), np.float32)
     state = replace(empty(2, 2, entries=64), main=jnp.full((2, 64, H), 7.0), index_keys=jnp.full((2, 64, J), 7.0))
     state, _ = compiled_entries(1)(jnp.asarray(x), state, span_of([0, 0], [17, 1], 128))
@@ -213,7 +213,7 @@ def test_groups_that_do_not_exist_are_not_stored():  # pitfall 40
         assert (np.asarray(state.main[row, :stored]) != 7.0).all()
 
 
-def test_a_later_chunk_keeps_the_entries_of_the_earlier_one():  # pitfall 37
+def test_a_later_chunk_keeps_the_entries_of_the_earlier_one():  # a continuation that starts a new store
     x = np.random.default_rng(9).standard_normal((2, 24, D), np.float32)
     half, _ = compiled_entries(1)(jnp.asarray(x), empty(2, 2), span_of([0, 0], [12, 11], 24))
     rest = np.concatenate([x[:, 12:], x[:, :12]], axis=1)

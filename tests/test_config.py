@@ -107,7 +107,7 @@ def test_every_way_to_read_gives_the_same_config_and_every_key_back(read, flash)
     assert cfg.to_dict() == flash_document()
 
 
-def test_unknown_keys_are_reported_and_survive_to_dict_and_replace():  # pitfall 81
+def test_unknown_keys_are_reported_and_survive_to_dict_and_replace():  # a key that nobody reads, dropped
     document = flash_document()
     document["new_section"] = {"inner": [1, {"deep": "ü"}]}
     document["text_config"]["later_feature"] = None
@@ -119,7 +119,7 @@ def test_unknown_keys_are_reported_and_survive_to_dict_and_replace():  # pitfall
     assert changed.to_dict() == put(document, T + "index_topk", 256)
 
 
-def test_quantization_is_found_at_the_outer_level_only():  # pitfalls 71, 81
+def test_quantization_is_found_at_the_outer_level_only():  # readers of text_config alone take the weights for bf16
     document = flash_document()
     document["text_config"]["quantization_config"] = document.pop("quantization_config")
     assert refused(document).startswith("quantization_config.")
@@ -172,7 +172,7 @@ def test_no_candidate_source_means_nobody_publishes_or_obeys():
 
 
 @pytest.mark.parametrize(("length", "accepted"), [(39, False), (40, True), (41, False), (42, False), (43, True)])
-def test_ratio_list_covers_the_layers_or_layers_and_drafts(length, accepted, flash):  # pitfall 82
+def test_ratio_list_covers_the_layers_or_layers_and_drafts(length, accepted, flash):  # drafts' ratios stand at the end
     document = flash_document()
     ratios = document["text_config"]["compress_ratios"]
     document["text_config"]["compress_ratios"] = ratios[:length]
@@ -209,7 +209,7 @@ BROKEN = [
     (T + "index_source_layer_ids", [2, 8, 14, 20, 24, 28, 36, 32]),
     (T + "index_source_layer_ids", [2, 8, 14, 20, 24, 28, 32, 36, 40]),
     (T + "candidate_source_layer_id", 21), (T + "candidate_source_layer_id", "20"),
-    (T + "candidate_topk_blocks", 64),  # 63 blocks of 8 and the newest entry: 505 < 512; pitfall 48
+    (T + "candidate_topk_blocks", 64),  # 63 blocks of 8 and the newest entry: 505 < 512
     (T + "candidate_block_size", 0), (T + "index_topk", 0), (T + "index_topk", -1), (T + "index_head_dim", 100),
     (T + "o_groups", 7), (T + "o_groups", 0), (T + "qk_rope_head_dim", 63), (T + "qk_rope_head_dim", 130),
     (T + "num_experts_per_tok", 385), (T + "num_experts_per_tok", 0), (T + "n_shared_experts", 2),
@@ -234,7 +234,7 @@ def shown(value: object) -> str:
 
 
 @pytest.mark.parametrize(("key", "value"), BROKEN, ids=lambda part: str(part).replace(" ", "")[:60])
-def test_broken_value_is_refused_in_one_line_with_its_key_and_value(key, value):  # pitfalls 71, 81, 82
+def test_broken_value_is_refused_in_one_line_with_its_key_and_value(key, value):
     message = refused(put(flash_document(), key, value))
     assert message.startswith(key + ": ")
     assert shown(value) in message
@@ -247,7 +247,7 @@ MISSING = [
 
 
 @pytest.mark.parametrize("key", MISSING)
-def test_missing_key_is_refused_by_its_name(key):  # pitfall 81
+def test_missing_key_is_refused_by_its_name(key):  # a silent default is another model
     message = refused(drop(flash_document(), key))
     assert message.startswith(key + ": ")
     assert "missing" in message
@@ -255,7 +255,7 @@ def test_missing_key_is_refused_by_its_name(key):  # pitfall 81
 
 @pytest.mark.parametrize("section", ["text_config", "vision_config", "quantization_config", "text_config.rope_scaling"])
 @pytest.mark.parametrize("value", [None, [], "fp8", 3])
-def test_section_that_is_no_object_is_refused_by_its_name(section, value):  # pitfall 81
+def test_section_that_is_no_object_is_refused_by_its_name(section, value):
     assert refused(put(flash_document(), section, value)).startswith(section)
 
 
@@ -287,7 +287,7 @@ def test_missing_file_is_refused_by_its_path(path, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-def test_smallest_candidate_budget_that_can_always_hold_topk_is_accepted(flash):  # pitfall 48
+def test_smallest_candidate_budget_that_can_always_hold_topk_is_accepted(flash):  # too few entries for the top-k
     assert flash.replace(candidate_topk_blocks=65).candidate_pool == 520
 
 

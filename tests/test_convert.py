@@ -164,7 +164,7 @@ print(json.dumps(report))
 """
 
 
-def test_what_four_devices_saved_two_restore_in_their_own_shardings(live, tmp_path):  # pitfall 104
+def test_what_four_devices_saved_two_restore_in_their_own_shardings(live, tmp_path):
     params, _, directory = live
     out = tmp_path / "restored.npz"
     command = [sys.executable, "-c", RESTORE, str(directory), str(out)]
@@ -222,7 +222,7 @@ def test_a_large_live_model_comes_out_in_the_released_placement(live, tmp_path, 
     assert len(wanted) == 8  # embedding, five layers, head and norm, one Engram
 
 
-def test_nothing_is_cast_cut_or_left_unplaced(stored):  # pitfall 104
+def test_nothing_is_cast_cut_or_left_unplaced(stored):  # Orbax restores into another dtype silently
     checkpoint = OrbaxCheckpoint(stored)
     template = abstract_parameters(checkpoint.config)
     graph, state = nnx.split(template)

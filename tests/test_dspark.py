@@ -73,7 +73,7 @@ def test_drafting_changes_nothing_and_repeats_itself(tiny, caches):
 
 
 @pytest.mark.parametrize("lengths", [(WINDOW - 1, WINDOW + 1), (WINDOW, WINDOW + 1), (1, 2)])
-def test_drafting_right_after_prefill_equals_drafting_after_single_steps(tiny, lengths):  # pitfall 87
+def test_drafting_right_after_prefill_equals_drafting_after_single_steps(tiny, lengths):  # seeded from a wrong tail
     ids, lengths = np.random.default_rng(0).integers(6, 288, (2, WINDOW + 2)), np.array(lengths)
     _, whole = tiny.step(ids[:, : WINDOW + 1], tiny.init_cache(2, CAPACITY), lengths=lengths)
     single = tiny.init_cache(2, CAPACITY)

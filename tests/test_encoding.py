@@ -39,7 +39,7 @@ def wanted(result):
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompt_text_and_ids_equal_the_published_encoder(codec, name):  # pitfalls 111 to 115, 119, 120
+def test_prompt_text_and_ids_equal_the_published_encoder(codec, name):  # V4's template, JSON spacing, order of results
     body = dict(PROMPTS[name]["body"])
     thinking = body.pop("thinking", {"type": "enabled"})["type"] == "enabled"
     prompt = codec.encode(body.pop("messages"), thinking=thinking, **{k: v for k, v in body.items() if k != "model"})
@@ -54,7 +54,7 @@ def test_completion_parses_as_published(codec, name):
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
-def test_completion_parses_the_same_from_every_split_in_two_and_any_chunk_size(codec, name):  # pitfall 118
+def test_completion_parses_the_same_from_every_split_in_two_and_any_chunk_size(codec, name):  # tags cut in two leak
     case = COMPLETIONS[name]
     text = case["text"]
     splits = [(text[:at], text[at:]) for at in range(1, len(text))]
@@ -84,7 +84,7 @@ def test_tool_calls_survive_the_round_trip_through_a_prompt(codec):
     calls = [
         {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for i, (name, arguments) in enumerate([("get_weather", values), ("get_weather", {"location": "東京"})])
-    ]  # pitfall 117
+    ]  # a string "3" turned into a number, text cut at `<`
     tools = PROMPTS["tools_think"]["body"]["tools"]
     messages = [
         {"role": "user", "content": "U"},
@@ -101,7 +101,7 @@ def test_tool_calls_survive_the_round_trip_through_a_prompt(codec):
     assert (reply.reasoning, reply.finish_reason) == ("R", "tool_calls")
 
 
-def test_a_malformed_call_is_never_an_executable_call_with_empty_arguments(codec):  # pitfall 116
+def test_a_malformed_call_is_never_an_executable_call_with_empty_arguments(codec):  # lost markers leave {} to execute
     good = CALL["text"]
     for bad in (
         good.replace(' string="true"', ""),
@@ -127,7 +127,7 @@ def test_image_parts_become_one_placeholder_each_and_their_pixels_come_along(cod
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
 
 
-def test_placeholder_typed_by_a_user_is_no_image(codec):  # pitfall 119
+def test_placeholder_typed_by_a_user_is_no_image(codec):  # user text taken for structure
     prompt = codec.encode([{"role": "user", "content": "a<｜deepseek_image｜>b"}], thinking=False)
     assert Config.flash().image_token_id not in prompt.ids
     assert prompt.images == []

@@ -88,7 +88,7 @@ def test_tiny_layout_takes_the_primes_that_nobody_has_taken(units):
     )
 
 
-def test_layout_that_does_not_fill_the_configured_rows_is_refused():  # pitfall 59
+def test_layout_that_does_not_fill_the_configured_rows_is_refused():  # another vocabulary gives other primes
     cfg = Config.tiny().replace(engram_num_embeddings=[434, 607])
     with pytest.raises(ConfigError, match=r"^text_config.engram_num_embeddings: .*607.*606[^\n]*$"):
         ngrams.layouts(cfg)
@@ -106,7 +106,7 @@ def test_published_rows_are_those_of_exactly_one_compressed_id():
 
 
 @pytest.mark.parametrize("slot", [0, 1])
-def test_release_hash_equals_big_integers_whatever_jax_has(slot):  # pitfalls 53, 89
+def test_release_hash_equals_big_integers_whatever_jax_has(slot):  # JAX cuts 64-bit products to 32 bits
     rng = np.random.default_rng(slot)
     ids = rng.integers(0, 99_092, (4, 50)).astype(np.int32)
     ids[:, 10:14] = ids[:, 3::7] = 99_091
@@ -117,7 +117,7 @@ def test_release_hash_equals_big_integers_whatever_jax_has(slot):  # pitfalls 53
         assert rows.tolist() == [python_rows(row, 2, layout) for row in ids.tolist()]
 
 
-def test_multipliers_beyond_53_bits_keep_every_bit():  # pitfall 53
+def test_multipliers_beyond_53_bits_keep_every_bit():  # through a double they hash to other, valid rows
     primes = np.array([97, 101, 103], np.int64)
     layout = ngrams.Layout(np.array([2**53 + 1, 2**61 + 3, 2**60 + 1, 2**61 - 1]), primes, np.cumsum(primes) - primes)
     ids = np.random.default_rng(0).integers(0, 4, (1, 100)).astype(np.int32)
@@ -134,7 +134,7 @@ def test_hash_ids_equal_the_released_programs(case, tiny_memory):
     np.testing.assert_array_equal(ids, outputs[f"{case}/engram_hash_ids"])
 
 
-def test_look_back_is_blocked_by_the_start_and_by_an_image_and_stays_blocked():  # pitfalls 52, 57
+def test_look_back_is_blocked_by_the_start_and_by_an_image_and_stays_blocked():  # no token is not token 0
     ids = np.array([[-1, 5, 7, 8, 9], [4, -1, 6, 7, 8]], np.int32)
     back = ngrams.look_back(ids, np.array([[1, 2, 3], [-1, 2, 3]], np.int32), 99)
     assert back[0].tolist() == [[99] * 4, [5, 99, 99, 99], [7, 5, 99, 99], [8, 7, 5, 99], [9, 8, 7, 5]]
@@ -142,12 +142,12 @@ def test_look_back_is_blocked_by_the_start_and_by_an_image_and_stays_blocked(): 
 
 
 @pytest.mark.parametrize("bad", [-1, -288, 288, 129_280])
-def test_model_refuses_a_token_outside_the_vocabulary_by_its_id(bad, small):  # pitfalls 52, 101
+def test_model_refuses_a_token_outside_the_vocabulary_by_its_id(bad, small):  # JAX clamps or wraps silently
     with pytest.raises(ValueError, match=f"{bad} "):
         small.step(np.array([[5, bad, 7]]), small.init_cache(1, 16))
 
 
-def test_lookup_of_a_token_outside_the_vocabulary_raises_or_counts_as_no_token(memory):  # pitfall 52
+def test_lookup_of_a_token_outside_the_vocabulary_raises_or_counts_as_no_token(memory):  # -1 would wrap to the last
     try:
         ids, _ = read(memory, [[-1, 5, 7]])
     except (IndexError, ValueError):
@@ -157,7 +157,7 @@ def test_lookup_of_a_token_outside_the_vocabulary_raises_or_counts_as_no_token(m
 
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 7], [3, 1, 8], [2, 2, 2, 6], [11, 1]])
 @pytest.mark.parametrize(("an_image", "ring"), [(False, 3), (True, 3), (True, 8)])
-def test_chunks_that_carry_the_history_give_the_rows_of_one_call(chunks, an_image, ring, tiny_memory):  # pitfall 57
+def test_chunks_that_carry_the_history_give_the_rows_of_one_call(chunks, an_image, ring, tiny_memory):
     tokens = np.random.default_rng(1).integers(8, 288, (2, 12)).astype(np.int32)
     image = np.arange(24).reshape(2, 12) == (4 if an_image else -1)
     mapped = np.where(image, -1, tiny_memory.token_map[tokens]).tolist()
@@ -177,7 +177,7 @@ def continued(memory: Memory, seen: list[int], then: list[int]) -> list[list[int
     return python_rows([*seen, *then], memory.pad, memory.layouts[0])[len(seen) :]
 
 
-def test_padding_on_the_right_does_not_enter_the_history(memory):  # pitfall 57
+def test_padding_on_the_right_does_not_enter_the_history(memory):  # pads hashed into the next chunk's rows
     first, second, third = np.random.default_rng(2).integers(8, 240, (3, 3, 6)).tolist()
     _, state = read(memory, second, read(memory, first)[1], count=[0, 2, 6])
     ids, _ = read(memory, third, state)
@@ -185,14 +185,14 @@ def test_padding_on_the_right_does_not_enter_the_history(memory):  # pitfall 57
     assert ids[:, :, 0].tolist() == [continued(memory, *pair) for pair in zip(seen, third, strict=True)]
 
 
-def test_reordered_and_shortened_rows_continue_as_if_decoded_from_scratch(memory):  # pitfall 57
+def test_reordered_and_shortened_rows_continue_as_if_decoded_from_scratch(memory):  # history left behind
     first, then = np.random.default_rng(3).integers(8, 240, (2, 2, 9)).tolist()
     _, (start, history) = read(memory, first)
     ids, _ = read(memory, then, (start - np.int32([0, 5]), history[::-1].copy()))
     assert ids[:, :, 0].tolist() == [continued(memory, first[1], then[0]), continued(memory, first[0][:4], then[1])]
 
 
-def test_new_sequence_begins_with_pads_not_with_token_zero_or_the_last_sequence(memory):  # pitfall 57
+def test_new_sequence_begins_with_pads_not_with_token_zero_or_the_last_sequence(memory):
     _, (_, stale) = read(memory, [[9, 10, 11, 12]])
     ids, _ = read(memory, [[20, 21, 22]], (np.zeros(1, np.int32), stale))
     assert ids[0, :, 0].tolist() == python_rows([20, 21, 22], 2, memory.layouts[0])
@@ -200,7 +200,7 @@ def test_new_sequence_begins_with_pads_not_with_token_zero_or_the_last_sequence(
 
 @pytest.mark.parametrize("layer_ids", [[1], [0, 1, 4]])
 @pytest.mark.parametrize("length", [1, 13])
-def test_first_and_second_call_agree_whatever_the_number_of_layers(layer_ids, length):  # pitfall 56
+def test_first_and_second_call_agree_whatever_the_number_of_layers(layer_ids, length):
     primes = [n for n in range(60, 300) if all(n % d for d in range(2, n))]
     rows = [sum(primes[6 * slot : 6 * slot + 6]) for slot in range(len(layer_ids))]
     memory = random_memory(small_config(engram_layer_ids=layer_ids, engram_num_embeddings=rows))
@@ -211,7 +211,7 @@ def test_first_and_second_call_agree_whatever_the_number_of_layers(layer_ids, le
         assert first[:, :, slot].tolist() == second[:, :, slot].tolist() == rows
 
 
-def test_first_and_second_forward_of_a_model_agree(small):  # pitfall 56
+def test_first_and_second_forward_of_a_model_agree(small):  # buffers sized by a list that fills later
     tokens = np.random.default_rng(5).integers(8, 240, (1, 13))
     np.testing.assert_array_equal(small(tokens), small(tokens), strict=True)
 
@@ -252,7 +252,7 @@ def test_tokens_of_equal_normalized_text_share_an_id_and_no_others_do():
 
 
 @pytest.mark.parametrize(("key", "given"), [("engram_compressed_vocab_size", 247), ("vocab_size", 289)])
-def test_map_of_another_size_is_refused(key, given, tokenizer):  # pitfall 59
+def test_map_of_another_size_is_refused(key, given, tokenizer):  # ids past the map hash to valid-looking rows
     with pytest.raises(ConfigError, match=rf"^text_config.{key}: {given} [^\n]*(248|288)[^\n]*$"):
         ngrams.compressed_ids(tokenizer, Config.tiny().replace(**{key: given}))
 
@@ -265,7 +265,7 @@ def filled(cfg: Config, **values: np.ndarray) -> engram.Engram:
     return module
 
 
-def test_rows_decode_as_e4m3fn_with_one_scale_for_32_channels():  # pitfall 54
+def test_rows_decode_as_e4m3fn_with_one_scale_for_32_channels():  # a group of 128, or another E4M3, fits as well
     cfg = small_config(engram_head_dim=256)
     weight = np.zeros((5 * 32, 6 * 256), np.float32)
     column, group = np.mgrid[:6, :4]  # value channel 4 * column + group reads channel 64 * group + 32 of the row
@@ -279,7 +279,7 @@ def test_rows_decode_as_e4m3fn_with_one_scale_for_32_channels():  # pitfall 54
     np.testing.assert_allclose(decoded, np.broadcast_to(np.float32([2, 8, 32, 128]), (4, 6, 4)), rtol=1e-6)
 
 
-def test_only_the_rows_of_a_call_are_read_and_a_row_takes_264_bytes(tmp_path):  # pitfalls 60, 89
+def test_only_the_rows_of_a_call_are_read_and_a_row_takes_264_bytes(tmp_path):  # flat offsets exceed 32 bits
     cfg = Config.flash().replace(engram_layer_ids=[1], engram_num_embeddings=[384_006_168])
     expected = python_rows([5_000, 77, 99_091, 2], 2, ngrams.layouts(cfg)[0])[3]
     weight = np.memmap(tmp_path / "weight", np.uint8, "w+", shape=(384_006_168, 256))  # 98 GB of holes
@@ -296,7 +296,7 @@ def test_only_the_rows_of_a_call_are_read_and_a_row_takes_264_bytes(tmp_path):  
     np.testing.assert_array_equal(rows.scale[0, 0], np.tile(np.arange(24)[:, None] + 100, (1, 8)))
 
 
-def test_last_rows_of_a_released_table_are_found_where_they_lie_in_the_file(tmp_path):  # pitfall 60
+def test_last_rows_of_a_released_table_are_found_where_they_lie_in_the_file(tmp_path):
     table = np.memmap(tmp_path / "weight", np.uint8, "w+", shape=(384_006_168, 256))
     scale = np.memmap(tmp_path / "scale", np.uint8, "w+", shape=(384_006_168, 8))
     for path, width in (("weight", 256), ("scale", 8)):  # written by byte position: 384 million rows of so many bytes
@@ -309,7 +309,7 @@ def test_last_rows_of_a_released_table_are_found_where_they_lie_in_the_file(tmp_
         np.testing.assert_array_equal(found, np.broadcast_to(np.array([[9, 7], [0, 0]])[..., None], (2, 2, width)))
 
 
-def test_piece_of_a_table_answers_for_its_own_rows_alone():  # pitfall 54
+def test_piece_of_a_table_answers_for_its_own_rows_alone():  # ids below the piece read far outside it
     piece = jnp.asarray(np.arange(200, 400, 2, dtype=np.int32)[:, None].astype(np.uint8))  # rows 100..199
     found = own_rows(piece, jnp.array([99, 100, 199, 200, 0, 2**31 - 1], jnp.int32), 100)
     assert found[:, 0].tolist() == [0, 200, 398 - 256, 0, 0, 0]
@@ -332,7 +332,7 @@ def damaged(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_place_gives_the_rows_of_the_file_and_refuses_a_nan_scale_by_its_row(place, damaged):  # pitfall 128
+def test_every_place_gives_the_rows_of_the_file_and_refuses_a_nan_scale_by_its_row(place, damaged):
     over = None if PLACES[place] is None else jax.make_mesh(PLACES[place], ("data", "expert"))
     tables = load_tables(damaged, place.split()[0], over)
     rng = np.random.default_rng(8)
@@ -375,13 +375,13 @@ def gate(x: object, key: object, q: object, k: object = 1.0) -> np.ndarray:
 
 @pytest.mark.parametrize(("dot", "expected"), [(0.0, 0.50025), (1e-8, 0.50025), (9.0, 0.952574)])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_gate_is_the_sigmoid_of_the_signed_root_with_its_floor_inside(dot, expected, sign):  # pitfall 55
+def test_gate_is_the_sigmoid_of_the_signed_root_with_its_floor_inside(dot, expected, sign):  # sign(0) gives 0.5
     expected = expected if sign > 0 else 1 - expected
     one = np.ones((1, 1, 1, 1))  # width 1: x and key are normalized to 1, and the dot is the weight
     assert gate(sign * one, one, np.full((1, 1), dot)).item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_gates_equal_the_formula_and_each_stream_is_normalized_alone():  # pitfall 55
+def test_gates_equal_the_formula_and_each_stream_is_normalized_alone():  # a joint norm couples the streams
     rng = np.random.default_rng(6)
     x, key = rng.standard_normal((2, 2, 3, 4, 64)).astype(np.float32)
     q, k = (rng.standard_normal((2, 4, 64)) * 2).astype(np.float32)
@@ -396,13 +396,13 @@ def test_gates_equal_the_formula_and_each_stream_is_normalized_alone():  # pitfa
 
 
 @pytest.mark.parametrize("x", [[0.0, 0.0], [-0.0, 0.0], [1.0, -1.0]])
-def test_gradient_of_the_gate_is_finite_where_the_dot_is_zero(x):  # pitfall 55
+def test_gradient_of_the_gate_is_finite_where_the_dot_is_zero(x):  # the root's slope at zero is infinite
     arrays = [jnp.asarray(a, jnp.float32) for a in ([[[x]]], [[[[1.0, 1.0]]]], [[1.0, 1.0]], [[1.0, 1.0]])]
     gradients = jax.grad(lambda *a: engram.gates(*a, eps=1e-20).sum(), argnums=(0, 1, 2, 3))(*arrays)
     assert all(bool(jnp.isfinite(g).all()) for g in gradients)
 
 
-def test_module_equals_the_formula_and_every_ablation_is_seen(tiny_memory):  # pitfall 58
+def test_module_equals_the_formula_and_every_ablation_is_seen(tiny_memory):  # greedy text hides a missing part
     rng, checkpoint = np.random.default_rng(7), Checkpoint("tiny")
     part = lambda name: checkpoint.read(f"layers.1.engram.{name}").astype(np.float64)  # noqa: E731
     block = np.repeat(np.repeat(part("wkv.scale"), 32, 0), 32, 1)

@@ -47,7 +47,7 @@ def greedy_by_forward(small, prompts, count):
     return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
 
 
-def test_greedy_equals_the_argmax_of_full_forward_passes(small):  # pitfall 37
+def test_greedy_equals_the_argmax_of_full_forward_passes(small):  # a step that ignores the prompt's entries
     together = small.generate(PROMPTS, 16)
     expected = greedy_by_forward(small, PROMPTS, 16)
     for row, ids in enumerate(expected):
@@ -55,7 +55,7 @@ def test_greedy_equals_the_argmax_of_full_forward_passes(small):  # pitfall 37
         assert together[row] == ids[:stop]
 
 
-def test_each_row_equals_generating_it_alone(small):  # pitfall 47
+def test_each_row_equals_generating_it_alone(small):  # offsets of later rows counted twice
     together = small.generate(PROMPTS, 12)
     assert small.generate(PROMPTS[:1], 12) == together[:1]
     for prompt, ids in zip(PROMPTS, together, strict=True):
@@ -267,7 +267,7 @@ def compilations(work):
     return len(count)
 
 
-def test_no_length_and_no_step_compiles_anything_new(small):  # pitfall 102
+def test_no_length_and_no_step_compiles_anything_new(small):  # growing shapes, and Python integers in a trace
     for first in (1, 2):  # the buckets 1 and 16 that two rows need
         small.generate([[5] * first, [1]], 2)
 
@@ -280,7 +280,7 @@ def test_no_length_and_no_step_compiles_anything_new(small):  # pitfall 102
     assert compilations(every_length) == 0
 
 
-def test_decode_positions_advance(small):  # pitfall 102
+def test_decode_positions_advance(small):  # a position baked in as a constant repeats the first
     cache, rows = small.init_cache(2, CAPACITY), []
     for position in range(CAPACITY):
         _, cache = small.step(np.array([[21], [21]]), cache)

@@ -102,14 +102,14 @@ def test_mask_and_gather_forms_select_the_same_entries(levels):
         ((2.0, 2.0, 2.0, 2.0), [0, 3]),  # ties: the lower block
     ],
 )
-def test_the_newest_block_is_pinned(maxima, expected):  # pitfall 45
+def test_the_newest_block_is_pinned(maxima, expected):  # its +inf must survive range arithmetic
     scores = jnp.repeat(jnp.array(maxima, jnp.float32), 2)[None, None]
     visible = jnp.full((1, 1), 8, jnp.int32)
     seen = masked(np.asarray(scores), visible)
     assert candidate_blocks(seen, visible, blocks=2, size=2)[0, 0].tolist() == expected
 
 
-def test_a_nan_does_not_take_its_block_along():  # pitfall 48
+def test_a_nan_does_not_take_its_block_along():  # a maximum over a block would return the NaN
     scores = masked(np.array([[[np.nan, 8.0, 5.0, 4.0, 1.0, 1.0]]], np.float32), [[6]])
     assert candidate_blocks(scores, jnp.full((1, 1), 6, jnp.int32), blocks=2, size=2).tolist() == [[[0, 2]]]
 
@@ -126,7 +126,7 @@ def test_a_partly_visible_newest_block_hides_its_later_entries():
     assert np.isfinite(scores[0, 0]).tolist() == [True] * 5 + [False] * 7
 
 
-def test_a_budget_that_holds_every_block_restricts_nothing():  # pitfall 48
+def test_a_budget_that_holds_every_block_restricts_nothing():  # the last block is partial
     rng = np.random.default_rng(0)
     scores = masked(rng.standard_normal((1, 1, 13)).astype(np.float32), [[13]])
     blocks = candidate_blocks(scores, jnp.full((1, 1), 13, jnp.int32), blocks=4, size=4)
@@ -134,24 +134,24 @@ def test_a_budget_that_holds_every_block_restricts_nothing():  # pitfall 48
     assert restricted[0, 0].tolist() == best(np.asarray(scores)[0, 0], 6)
 
 
-def test_a_budget_smaller_than_the_selection_is_a_config_error():  # pitfall 48
+def test_a_budget_smaller_than_the_selection_is_a_config_error():  # else masked entries fill the top-k
     with pytest.raises(ConfigError, match=r"candidate_topk_blocks: 1 .*fewer than index_topk 6"):
         small_config(candidate_topk_blocks=1, candidate_block_size=4, index_topk=6)
 
 
 @pytest.mark.parametrize("ids", [[0, -1, -1, 3], [3, -1, 0, -1], [-1, 3, 0, -1]])
-def test_missing_ids_do_not_erase_entry_zero(ids):  # pitfall 42
+def test_missing_ids_do_not_erase_entry_zero(ids):  # -1 clamped to 0 overwrites it in a scatter
     mask = jax.jit(lambda i: pool_mask(i, 1, 6))(jnp.array([[ids]], jnp.int32))
     assert mask[0, 0].tolist() == [True, False, False, True, False, False]
 
 
-def test_relu_comes_before_the_sum_over_heads():  # pitfall 41
+def test_relu_comes_before_the_sum_over_heads():  # after it, opposite heads cancel
     q = jnp.array([[[[1.0], [1.0]]]]) * jnp.array([[2.0], [-3.0]])
     assert index_scores(q, jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 2))).item() == 2.0
     assert index_scores(q, jnp.ones((1, 1, 1, 1)), jnp.array([[[-1.0, 5.0]]])).item() == -2.0
 
 
-def test_scoring_leaves_its_inputs_as_they_were():  # pitfall 26
+def test_scoring_leaves_its_inputs_as_they_were():  # an in-place sum into the mask or the scores
     rng = np.random.default_rng(1)
     arrays = [rng.standard_normal(s).astype(np.float32) for s in ((9, 4, 4, 32), (9, 1, 6, 32), (9, 4, 4))]
     given = [jnp.asarray(a) for a in arrays]
@@ -161,7 +161,7 @@ def test_scoring_leaves_its_inputs_as_they_were():  # pitfall 26
         np.testing.assert_array_equal(before, after)
 
 
-def test_all_winners_are_selected_among_thousands_of_zeros():  # pitfall 44
+def test_all_winners_are_selected_among_thousands_of_zeros():  # a threshold among ties drops winners
     rng = np.random.default_rng(2)
     scores = np.zeros(8320, np.float32)
     winners = rng.choice(8320, 100, replace=False)
@@ -174,7 +174,7 @@ def test_all_winners_are_selected_among_thousands_of_zeros():  # pitfall 44
 
 
 @pytest.mark.parametrize("limit", [256, 512, 1024, 4096])
-def test_rows_around_every_size_limit_are_sorted_whole(limit):  # pitfall 46
+def test_rows_around_every_size_limit_are_sorted_whole(limit):  # right below a tile's size, wrong above
     rng = np.random.default_rng(limit)
     for width in (limit - 1, limit, limit + 1):
         scores = rng.integers(0, width // 2, width).astype(np.float32)
@@ -182,7 +182,7 @@ def test_rows_around_every_size_limit_are_sorted_whole(limit):  # pitfall 46
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 8, 32])
-def test_a_needle_is_selected_whatever_share_is_discarded(ratio):  # pitfall 49
+def test_a_needle_is_selected_whatever_share_is_discarded(ratio):  # what fails is the share, not the length
     rng = np.random.default_rng(ratio)
     q = rng.standard_normal((1, 1, 4, 32)).astype(np.float32)
     keys = rng.standard_normal((1, 1, 16 * ratio, 32)).astype(np.float32)
@@ -203,12 +203,12 @@ def test_a_needle_is_selected_whatever_share_is_discarded(ratio):  # pitfall 49
         ([INF, INF, INF, 1.0], [0, 1]),
     ],
 )
-def test_zeros_of_either_sign_tie_and_nan_loses(scores, expected):  # pitfall 95
+def test_zeros_of_either_sign_tie_and_nan_loses(scores, expected):  # lax.top_k: NaN first, +0 before -0
     assert topk(jnp.array(scores, jnp.float32), 2).tolist() == expected
 
 
 @pytest.mark.parametrize("visible", [1, 2, 3, 4, 5])
-def test_more_wanted_than_there_are_entries(visible):  # pitfall 96
+def test_more_wanted_than_there_are_entries(visible):  # top_k raises when k exceeds the axis
     ids = topk(masked(np.ones((1, 1, 5), np.float32), [[visible]]), 512)
     assert ids.shape == (1, 1, 512)
     assert ids[0, 0].tolist() == list(range(visible)) + [-1] * (512 - visible)
@@ -252,7 +252,7 @@ def inputs(seed):
 
 @pytest.mark.parametrize(("layer", "magnitude"), [(1, 1.0), (3, 100.0)])
 @pytest.mark.parametrize("start", [0, 5, 16])
-def test_each_source_selects_by_its_own_scores(layer, magnitude, start):  # pitfalls 37, 43
+def test_each_source_selects_by_its_own_scores(layer, magnitude, start):  # keys or scales of another layer
     x, q_r, keys = inputs(start)
     keys = keys * np.float32(magnitude)
     ids, blocks = compiled(layer)(*map(jnp.asarray, (x, q_r, keys)), None, span_of(start, T, 2))
@@ -265,7 +265,7 @@ def test_each_source_selects_by_its_own_scores(layer, magnitude, start):  # pitf
     assert layer == 3 or blocks is None
 
 
-def test_a_later_chunk_can_select_the_first_group():  # pitfall 37
+def test_a_later_chunk_can_select_the_first_group():  # a continuation blind to earlier entries
     x, q_r, keys = inputs(7)
     keys[:, 0] = 0
     sums = [scores64(1, x[0], q_r[0], np.eye(32)[None, d] * 10, 12)[:, 0] for d in range(32)]
@@ -317,7 +317,7 @@ def test_keys_that_no_query_sees_change_nothing(layer):
         np.testing.assert_array_equal(plain, other)
 
 
-def test_heads_that_all_rectify_to_zero_select_the_lowest_positions():  # pitfall 95
+def test_heads_that_all_rectify_to_zero_select_the_lowest_positions():  # -0.0 sorts below 0.0 in lax.top_k
     x, q_r, _ = inputs(4)
     keys = np.zeros((2, S, 32), np.float32)  # every hit is 0 and carries the sign of its weight
     ids, _ = compiled(3)(*map(jnp.asarray, (x, q_r, keys)), None, span_of(16, T, 2))
@@ -325,7 +325,7 @@ def test_heads_that_all_rectify_to_zero_select_the_lowest_positions():  # pitfal
 
 
 @pytest.mark.parametrize("name", ["float32", "cachequant", "reference"])
-def test_every_numerics_selects_as_many(name):  # pitfall 65
+def test_every_numerics_selects_as_many(name):  # a cache format that changes what is scored
     num, part = numerics(name), indexer(3)
     x, q_r, keys = (jnp.asarray(a, num.dtype) for a in inputs(5))
     ids, _ = jax.jit(lambda *a: part(*a, num))(x, q_r, num.index(keys), None, span_of(0, T, 2))

@@ -42,7 +42,7 @@ def test_active_parameters_are_the_published_ones(expected):
 
 
 def shard(name, cfg):
-    """The released placement as facts.md lists it, written down independently of the code."""
+    """The placement of `model.safetensors.index.json`, written down independently of the code."""
     head = name.split(".")[0]
     if head in ("vision", "aligner"):
         return 1

@@ -77,7 +77,7 @@ def test_bias_is_added_before_the_only_rounding():
     assert y.tolist() == [[1.0078125]]  # 1 + 3 * 2**-9; 1 + 2**-9 rounded first would lose both
 
 
-def test_router_logits_stay_apart_where_bf16_would_merge_them():  # pitfall 21
+def test_router_logits_stay_apart_where_bf16_would_merge_them():  # in bf16 all three would tie
     weight = jnp.array([[4, 0.001], [4, 0.002], [4, 0.003]], jnp.bfloat16)
     logits = product_f32(jnp.ones((1, 2), jnp.bfloat16), weight)
     assert logits.dtype == F32
@@ -100,7 +100,7 @@ def flagged_products() -> dict[str, tuple[Callable, tuple]]:
 
 
 @pytest.mark.parametrize("name", ["product", "router", "mhc", "indexer", "attention"])
-def test_products_ignore_the_global_matmul_precision(name):  # pitfall 88
+def test_products_ignore_the_global_matmul_precision(name):  # TF32 is a GPU's default for float32
     function, args = flagged_products()[name]
     plain = jax.jit(function)(*args)
     with jax.default_matmul_precision("bfloat16"):
@@ -113,7 +113,7 @@ def test_products_ignore_the_global_matmul_precision(name):  # pitfall 88
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in dots), dots
 
 
-def test_mhc_mix_and_router_keep_small_differences_from_one():  # pitfalls 10, 88
+def test_mhc_mix_and_router_keep_small_differences_from_one():  # TF32 drops the last bits of such sums
     rng = np.random.default_rng(3)
     x = (1 + 2.0**-12 * rng.integers(0, 8, (2, 20480))).astype(np.float32)
     weight = ((1 + 2.0**-12 * rng.integers(0, 8, (24, 20480))) / 20480).astype(np.float32)
@@ -126,7 +126,7 @@ def test_mhc_mix_and_router_keep_small_differences_from_one():  # pitfalls 10, 8
     np.testing.assert_allclose(post, 2 / (1 + np.exp(-mixes[:, 4:8])), rtol=1e-6)
 
 
-def test_sensitive_parameters_are_float32_in_the_bf16_model(tiny_reference):  # pitfall 10
+def test_sensitive_parameters_are_float32_in_the_bf16_model(tiny_reference):  # a blanket cast to the compute dtype
     assert tiny_reference.numerics.dtype == jnp.bfloat16
     seen = set()
     for path, leaf in nnx.to_flat_state(nnx.state(tiny_reference.params)):
@@ -138,7 +138,7 @@ def test_sensitive_parameters_are_float32_in_the_bf16_model(tiny_reference):  # 
     assert seen == sites | {"attn_sink", "bias", "bias_vl"}
 
 
-def test_query_heads_are_not_normalized_after_the_up_projection(monkeypatch):  # pitfall 3
+def test_query_heads_are_not_normalized_after_the_up_projection(monkeypatch):  # V4 had a norm for each head
     cfg, num = small_config(), numerics("float32")
     layers = [random_model(cfg).params.layers[0].attn for _ in range(2)]
     scale = layers[1].wq_b.scale[...]

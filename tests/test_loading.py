@@ -90,7 +90,7 @@ def test_each_device_holds_its_experts_and_all_of_everything_else(stored):
             assert np.asarray(shard.data).tobytes() == wanted, name
 
 
-def test_each_byte_is_read_once_and_no_device_gets_more_than_its_share(stored, reads, monkeypatch):  # pitfall 103
+def test_each_byte_is_read_once_and_no_device_gets_more_than_its_share(stored, reads, monkeypatch):
     received = Counter()
     true = jax.device_put
 
@@ -156,7 +156,7 @@ def test_chosen_parameters_are_loaded_and_the_others_take_no_memory(stored, read
 
 
 @pytest.mark.parametrize("engram", ["host", "device", "sharded"])
-def test_tables_hold_the_rows_of_the_file_in_whole_rows_and_zeros_behind_them(engram, stored):  # pitfall 128
+def test_tables_hold_the_rows_of_the_file_in_whole_rows_and_zeros_behind_them(engram, stored):
     over = mesh(2, 2) if engram == "sharded" else None
     for layer, table in zip((1, 4), load_tables(Checkpoint("tiny"), engram, over), strict=True):
         for part in ("weight", "scale"):
@@ -281,7 +281,7 @@ def measure(directory: Path, *only: str) -> tuple[int, int, int, int]:
     return tuple(map(int, done.stdout.split()))
 
 
-def test_host_holds_less_than_twice_the_largest_tensor_beside_the_parameters(tmp_path):  # pitfalls 60, 103
+def test_host_holds_less_than_twice_the_largest_tensor_beside_the_parameters(tmp_path):  # whole shards staged in RAM
     cfg = small_config(
         hidden_size=1024, moe_intermediate_size=1024, n_routed_experts=16, vocab_size=16384, engram_layer_ids=[1],
         engram_num_embeddings=[300_000], engram_head_dim=256,

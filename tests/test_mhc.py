@@ -54,7 +54,7 @@ def site(seed: int, width: int = 32) -> tuple[np.ndarray, ...]:
     return x, fn / np.float32((4 * width) ** 0.5), scale, base
 
 
-def test_coefficients_of_given_mixes_equal_the_released_program(units):  # pitfalls 7, 8
+def test_coefficients_of_given_mixes_equal_the_released_program(units):  # gates' ranges and eps are easily swapped
     mixes, scale, base = (jnp.asarray(units[f"sinkhorn/{name}"]) for name in ("mixes", "scale", "base"))
     ours = split_coefficients(mixes, scale, base, streams=4, iterations=20, hc_eps=1e-6)
     # Both are float32: an iteration normalizes, so it passes errors on but does not amplify them, and adds the three
@@ -64,7 +64,7 @@ def test_coefficients_of_given_mixes_equal_the_released_program(units):  # pitfa
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])
-def test_sinkhorn_equals_a_float64_loop_that_starts_with_columns(iterations):  # pitfall 7
+def test_sinkhorn_equals_a_float64_loop_that_starts_with_columns(iterations):  # rows first converges elsewhere
     logits = np.random.default_rng(iterations).standard_normal((5, 4, 4)).astype(np.float32) * 3
     logits[0, 2] = [8, -8, -8, -8]
     ours = np.asarray(sinkhorn(jnp.asarray(logits), iterations=iterations, eps=1e-6))
@@ -73,7 +73,7 @@ def test_sinkhorn_equals_a_float64_loop_that_starts_with_columns(iterations):  #
     np.testing.assert_allclose(ours, expected, rtol=(16 + 10 * iterations) * 2.0**-24)
 
 
-def test_sinkhorn_epsilon_is_wired_through():  # pitfall 8
+def test_sinkhorn_epsilon_is_wired_through():  # a hard-coded 1e-5 shows on small rows only
     logits = np.where(np.eye(4), 30, -30).astype(np.float32)
     ours = {eps: np.asarray(sinkhorn(jnp.asarray(logits), iterations=20, eps=eps)) for eps in (1e-6, 1e-5)}
     for eps, value in ours.items():
@@ -81,7 +81,7 @@ def test_sinkhorn_epsilon_is_wired_through():  # pitfall 8
     assert np.abs(ours[1e-6] - ours[1e-5]).max() > 1e-6
 
 
-def test_gates_have_the_released_ranges():  # pitfall 7
+def test_gates_have_the_released_ranges():  # pre has an epsilon, post is doubled and has none
     base = jnp.array([0, 20, -20, 1] * 2 + [0] * 16, jnp.float32)
     pre, post, _ = split_coefficients(jnp.zeros(24), jnp.ones(3), base, streams=4, iterations=1, hc_eps=1e-3)
     np.testing.assert_allclose(pre, sigmoid(np.array([0, 20, -20, 1])) + 1e-3, rtol=5e-7)
@@ -91,7 +91,7 @@ def test_gates_have_the_released_ranges():  # pitfall 7
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_coefficients_of_streams_equal_float64(dtype):  # pitfall 10
+def test_coefficients_of_streams_equal_float64(dtype):  # low precision adds up over 80 sites
     x, fn, scale, base = site(0)
     x = np.asarray(jnp.asarray(x).astype(dtype))
     ours = mhc.coefficients(*(jnp.asarray(a) for a in (x, fn, scale, base)), **SIZES)
@@ -100,7 +100,7 @@ def test_coefficients_of_streams_equal_float64(dtype):  # pitfall 10
         np.testing.assert_allclose(value, expected, rtol=2e-5)  # 128 products and 40 half-iterations, as above
 
 
-def test_norm_epsilon_and_stream_epsilon_are_separate_arguments():  # pitfalls 8, 131
+def test_norm_epsilon_and_stream_epsilon_are_separate_arguments():  # 1e-20 and 1e-6: one for both drifts
     x, fn, scale, base = site(1)
     x *= np.float32(1e-4)
     sizes = {"iterations": 2, "eps": 1e-6, "hc_eps": 1e-3}
@@ -109,7 +109,7 @@ def test_norm_epsilon_and_stream_epsilon_are_separate_arguments():  # pitfalls 8
         np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
-def test_combs_first_index_is_the_source_stream():  # pitfall 6
+def test_combs_first_index_is_the_source_stream():  # transposed it is doubly stochastic too, so no error
     comb = jnp.array([[[0.1, 0.7, 0.1, 0.1], [0.1, 0.1, 0.7, 0.1], [0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.7]]])
     x = jnp.arange(1.0, 5)[None, :, None]
     out = mhc.update(x, jnp.zeros((1, 1)), jnp.ones((1, 4)), comb)
@@ -117,7 +117,7 @@ def test_combs_first_index_is_the_source_stream():  # pitfall 6
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_update_adds_the_sublayer_to_every_stream_in_float32(dtype):  # pitfall 6
+def test_update_adds_the_sublayer_to_every_stream_in_float32(dtype):  # transposed comb looks just as plausible
     rng = np.random.default_rng(2)
     x, y, post, comb = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 8), (3, 8), (3, 4), (3, 4, 4)))
     x, y = (np.asarray(jnp.asarray(a).astype(dtype)) for a in (x, y))
@@ -130,7 +130,7 @@ def test_update_adds_the_sublayer_to_every_stream_in_float32(dtype):  # pitfall 
     np.testing.assert_allclose(out, expected, atol=5e-6)  # six roundings of values up to 10
 
 
-def test_collapse_sums_over_streams_and_not_over_channels():  # pitfall 9
+def test_collapse_sums_over_streams_and_not_over_channels():  # the other axis broadcasts without an error
     x = jnp.tile(jnp.array([1, 10, 100, 1000], jnp.bfloat16)[:, None], (1, 32))[None]
     assert np.array_equal(mhc.collapse(x, jnp.array([[1.0, 0, 0, 0]])), np.ones((1, 32)))
     out = mhc.collapse(x, jnp.array([[1, 0.5, 0.25, 0.125]]))
@@ -138,7 +138,7 @@ def test_collapse_sums_over_streams_and_not_over_channels():  # pitfall 9
     assert np.array_equal(out, np.full((1, 32), 156.0))
 
 
-def test_each_sublayer_reads_the_mix_of_the_site_before_and_the_head_the_last(monkeypatch):  # pitfall 4
+def test_each_sublayer_reads_the_mix_of_the_site_before_and_the_head_the_last(monkeypatch):
     cfg = small_config(
         num_hidden_layers=2, compress_ratios=[0, 0], kv_source_layer_ids=[], index_source_layer_ids=[],
         candidate_source_layer_id=None, engram_layer_ids=[], engram_num_embeddings=[],
@@ -169,7 +169,7 @@ def test_each_sublayer_reads_the_mix_of_the_site_before_and_the_head_the_last(mo
         np.testing.assert_allclose(ours, np.broadcast_to(pre, (1, 3, 4)), rtol=5e-7, err_msg=f"collapse {index}")
 
 
-def test_the_model_has_no_parameters_of_a_head_collapse():  # pitfall 4
+def test_the_model_has_no_parameters_of_a_head_collapse():  # V4's hc_head weights must not be invented
     state = nnx.state(abstract_parameters(Config.tiny()))
     names = {str(part) for path, _ in nnx.to_flat_state(state) for part in path}
     assert {name for name in names if name.startswith("hc_")} == {
@@ -177,7 +177,7 @@ def test_the_model_has_no_parameters_of_a_head_collapse():  # pitfall 4
     }
 
 
-def test_blocks_take_iterations_and_epsilons_from_the_config():  # pitfalls 8, 131
+def test_blocks_take_iterations_and_epsilons_from_the_config():  # defaults of a helper instead of the config's
     cfg = small_config(hc_sinkhorn_iters=2, hc_eps=1e-3, rms_norm_eps=1e-6)
     block = random_model(cfg).params.layers[0]
     x, fn, scale, base = site(5, cfg.hidden_size)

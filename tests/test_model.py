@@ -66,7 +66,7 @@ def test_golden_prefill_logits(golden):
 
 
 @pytest.mark.parametrize("case", ["b", "c", "e"])
-def test_golden_decode_logits(golden, case):  # pitfall 1: incomplete groups read their own layer's keys
+def test_golden_decode_logits(golden, case):  # unfinished groups score their own source's index keys
     model, given, released, _ = golden
     parts = [released[f"{case}/{part}_logits"] for part in ("prefill", "decode") if f"{case}/{part}_logits" in released]
     logits, _ = stepped(model, given[f"{case}_ids"], capacity=128)
@@ -161,7 +161,7 @@ def swap_multipliers(new: Memory, old: Memory):
     ("change", "layer"),
     [(zero_tables([0, 1]), 1), (zero_tables([1]), 4), (zero_tables([0]), 1), (swap_multipliers, 1)],
 )
-def test_a_broken_engram_shows_in_the_hidden_state(tiny, change, layer):  # pitfall 58
+def test_a_broken_engram_shows_in_the_hidden_state(tiny, change, layer):  # greedy text looks right without Engram
     released = np.load(GOLDEN["tiny-full"] / "outputs_float32.npz")[f"b/layers.{layer}.out[-3:]"]
     tokens = np.load(GOLDEN["tiny-full"] / "inputs.npz")["b_ids"][:, :37]
     _, seen = mutated(tiny, change)(tokens, taps=all_taps(tiny))
@@ -179,7 +179,7 @@ def by_token(small, tokens):
 
 
 @pytest.mark.parametrize("length", range(1, T + 1))
-def test_one_call_equals_chunks_equals_single_tokens(small, tokens, by_token, length):  # pitfalls 1, 27, 29, 35
+def test_one_call_equals_chunks_equals_single_tokens(small, tokens, by_token, length):  # a chunk's end in mid-group
     rng = np.random.default_rng(length)
     ways = [[length]]
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_one_call_equals_chunks_equals_single_tokens(small, tokens, by_token, le
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_rows_of_unequal_lengths_advance_on_their_own(small, tokens, by_token, seed):  # pitfalls 12, 34
+def test_rows_of_unequal_lengths_advance_on_their_own(small, tokens, by_token, seed):  # a neighbour's pads in a group
     rng = np.random.default_rng(seed)
     at, cache = np.zeros(2, int), small.init_cache(2, CAPACITY)
     while at.max() < T:
@@ -213,7 +213,7 @@ def test_rows_of_unequal_lengths_advance_on_their_own(small, tokens, by_token, s
         assert cache.length.tolist() == at.tolist()
 
 
-def test_equal_rows_of_a_batch_have_equal_logits(small, tokens, by_token):  # pitfall 47
+def test_equal_rows_of_a_batch_have_equal_logits(small, tokens, by_token):  # row offsets counted twice after row 0
     logits, _ = small.step(np.tile(tokens[:1, :13], (3, 1)), small.init_cache(3, CAPACITY))
     np.testing.assert_array_equal(logits, np.tile(logits[:1], (3, 1, 1)))
     np.testing.assert_allclose(logits[0], by_token[0, :13], atol=1e-5)
@@ -240,7 +240,7 @@ def norm64(x, norm):
 
 
 def coefficients64(block, x, site):
-    """(pre, post, comb) of architecture 7, in float64."""
+    """(pre, post, comb) of single-pass mHC (paper 2.4.1), in float64."""
     fn, base, scale = (np.asarray(getattr(block, f"hc_{site}_{k}")[...], np.float64) for k in ("fn", "base", "scale"))
     z, streams, eps = x.reshape(*x.shape[:2], -1), x.shape[2], block.cfg.hc_eps
     m = z @ fn.T / np.sqrt(np.mean(z**2, axis=-1, keepdims=True) + 1e-20)
@@ -258,7 +258,7 @@ def test_an_outer_jit_changes_nothing(run, by_token):
     np.testing.assert_allclose(run()[0], by_token[:, :T], atol=1e-5)
 
 
-def test_each_site_collapses_with_the_mix_of_the_site_before(small, tokens, run):  # pitfall 4
+def test_each_site_collapses_with_the_mix_of_the_site_before(small, tokens, run):  # as V4 did: with its own mix
     seen = {name: np.asarray(value, np.float64) for name, value in run()[2].items()}
     streams = np.asarray(small.params.embed.weight[...], np.float64)[tokens[:, :T]]
     streams, mix = np.repeat(streams[:, :, None], 4, axis=2), np.eye(4)[np.zeros((2, T), int)]
@@ -280,7 +280,7 @@ def test_each_site_collapses_with_the_mix_of_the_site_before(small, tokens, run)
     np.testing.assert_allclose(seen["final_norm"], norm64(collapse(), small.params.norm), atol=2e-5)
 
 
-def test_the_stack_cut_in_two_equals_the_whole(small, tokens, run):  # pitfall 11
+def test_the_stack_cut_in_two_equals_the_whole(small, tokens, run):  # the pending mix lost at the cut
     @partial(jax.jit, static_argnames=("first", "last"))
     def segment(params, x, mix, published, rows, first, last):
         cache = small.init_cache(2, CAPACITY)
@@ -303,7 +303,7 @@ def test_the_stack_cut_in_two_equals_the_whole(small, tokens, run):  # pitfall 1
     np.testing.assert_allclose(mix, seen["layers.4.pre_mix"], atol=1e-5)
 
 
-def test_padding_of_nan_reaches_no_live_logit_and_no_cache(small, tokens, run):  # pitfall 12
+def test_padding_of_nan_reaches_no_live_logit_and_no_cache(small, tokens, run):  # pads mixed in layer by layer
     live, count = tokens[:, :T] % 287, np.array([17, 3])
     params = nnx.clone(small.params)
     params.embed.weight[...] = params.embed.weight[...].at[287].set(jnp.nan)
@@ -316,7 +316,7 @@ def test_padding_of_nan_reaches_no_live_logit_and_no_cache(small, tokens, run): 
         np.testing.assert_array_equal(leaf, expected)
 
 
-def test_sinks_and_candidates_show_in_the_hidden_state(small, tokens, run):  # pitfall 58
+def test_sinks_and_candidates_show_in_the_hidden_state(small, tokens, run):  # greedy text looks right without them
     with_both, params = run()[2], nnx.clone(small.params)
     for block in params.layers:
         block.attn.attn_sink[...] = jnp.full(4, -jnp.inf)
@@ -338,7 +338,7 @@ def products_of(jaxpr):
                 yield from products_of(inner)
 
 
-def test_no_float32_product_runs_in_tf32(small, tokens):  # pitfall 88
+def test_no_float32_product_runs_in_tf32(small, tokens):  # TF32 flips routers and selections on a GPU
     cache = small.init_cache(2, CAPACITY)
     zeros = np.zeros(2, np.int32)
     rows, _ = small.memory.read(tokens[:, :T], zeros + T, zeros, np.asarray(cache.history))

@@ -27,7 +27,7 @@ def bf16_ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e-3])
-def test_bf16_rows_of_any_size_are_within_one_step_of_float64(size):  # pitfall 19
+def test_bf16_rows_of_any_size_are_within_one_step_of_float64(size):  # sums of large squares in bf16 lose bits
     rng = np.random.default_rng(0)
     x = (size * rng.standard_normal((16, 96))).astype(ml_dtypes.bfloat16)
     weight = rng.standard_normal(96).astype(ml_dtypes.bfloat16)
@@ -56,29 +56,29 @@ def test_the_weight_is_applied_before_the_only_rounding():
 
 
 @pytest.mark.parametrize(("eps", "expected"), [(1e-20, 1.0), (1e-6, 0.0995037)])
-def test_epsilon_is_the_callers(eps, expected):  # pitfall 131
+def test_epsilon_is_the_callers(eps, expected):  # a helper's 1e-6 shows on tiny rows only
     out = rmsnorm(jnp.full((1, 32), 1e-4), ONES, eps=eps, dtype=jnp.float32)
     np.testing.assert_allclose(out, np.full((1, 32), expected), rtol=1e-6)
 
 
-def test_epsilon_has_no_default():  # pitfall 131
+def test_epsilon_has_no_default():
     with pytest.raises(TypeError):
         rmsnorm(jnp.ones((1, 32)), ONES, dtype=jnp.float32)
 
 
-def test_zero_row_is_zero_with_a_finite_gradient():  # pitfall 131
+def test_zero_row_is_zero_with_a_finite_gradient():  # 0 / sqrt(0), and its slope
     norm = lambda x: rmsnorm(x, ONES, eps=1e-20, dtype=jnp.float32)  # noqa: E731
     assert not np.asarray(norm(jnp.zeros((1, 32)))).any()
     gradient = jax.grad(lambda x: norm(x).sum())(jnp.zeros((1, 32)))
     np.testing.assert_allclose(gradient, np.full((1, 32), 1e10), rtol=1e-6)  # eps ** -0.5
 
 
-def test_row_whose_squares_underflow_is_scaled_by_the_epsilon():  # pitfall 131
+def test_row_whose_squares_underflow_is_scaled_by_the_epsilon():  # squares below float32 are zero
     out = rmsnorm(jnp.full((1, 32), 1e-22), ONES, eps=1e-20, dtype=jnp.float32)
     np.testing.assert_allclose(out, np.full((1, 32), 1e-12), rtol=1e-6)
 
 
-def test_every_norm_of_the_text_model_has_the_configs_epsilon():  # pitfall 131
+def test_every_norm_of_the_text_model_has_the_configs_epsilon():  # one norm left at a helper's default
     cfg = small_config(rms_norm_eps=3e-5)
     norms = [node for _, node in nnx.iter_graph(abstract_parameters(cfg)) if isinstance(node, RMSNorm)]
     # Two a block, two an attention, compressor and index key of two full layers, and the final one.

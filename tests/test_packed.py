@@ -154,7 +154,7 @@ def assert_same_values(got, expected):
 
 @DTYPES
 @NAMES
-def test_packed_bytes_equal_the_oracle_eager_and_under_jit(name, dtype):  # pitfalls 61, 62, 63, 64, 91
+def test_packed_bytes_equal_the_oracle_eager_and_under_jit(name, dtype):  # midpoints, zero groups, FP8's overflow
     for got in (packed(name, dtype), FORMATS[name][0].pack(inputs(dtype))):
         assert got.dtype == np.uint8
         assert_same(got, expected_bytes(name, dtype))
@@ -183,7 +183,7 @@ def arbitrary(name):
 
 @DTYPES
 @NAMES
-def test_every_code_with_every_scale_unpacks_to_its_exact_value(name, dtype):  # pitfalls 70, 94
+def test_every_code_with_every_scale_unpacks_to_its_exact_value(name, dtype):  # low nibble first; E8M0 byte 0
     rows, values = arbitrary(name)
     with np.errstate(over="ignore"):
         expected = values.astype(np.float32)  # exact, also in bfloat16, or beyond the range
@@ -294,7 +294,7 @@ def test_real_buffers_grow_by_the_bytes_a_token(make, name, entry, key):
     assert many - few == 2 * 64 * token
 
 
-def test_every_cache_format_selects_and_attends_to_as_many_keys(monkeypatch):  # pitfall 65
+def test_every_cache_format_selects_and_attends_to_as_many_keys(monkeypatch):  # a format that turns selection off
     cfg, attend, shapes = small_config(), attention.sparse_attention, []
 
     def recorded(q, window, window_ids, main, main_ids, *rest, **options):
@@ -401,7 +401,7 @@ def test_fast_generates_the_tokens_of_reference_with_and_without_drafts(models):
 
 @pytest.mark.parametrize("fill", [0xFF, 0x7F, 0x88])
 @pytest.mark.parametrize("lengths", [(13, 6), (37, 22)])
-def test_dead_packed_rows_of_any_byte_reach_no_logit(models, lengths, fill):  # pitfall 24
+def test_dead_packed_rows_of_any_byte_reach_no_logit(models, lengths, fill):  # bytes of no row may decode to NaN
     model = models[1]
     _, clean = model.run(lengths)
 

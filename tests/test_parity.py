@@ -53,7 +53,7 @@ def test_float32_passes_on_every_array_of_the_smaller_checkpoint():
     assert {row.verdict for row in rows if not row.array.startswith("margin.")} == {PASS}
 
 
-def test_a_disabled_feature_is_noticed(tmp_path, monkeypatch):  # pitfall 58
+def test_a_disabled_feature_is_noticed(tmp_path, monkeypatch):  # greedy text can be right without Engram
     """Engram rows forced to zero: the parity of hidden states and gates fails, not only the logits."""
     copied = tmp_path / "copy"
     shutil.copytree(GOLDEN["tiny-full"], copied)

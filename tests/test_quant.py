@@ -63,7 +63,7 @@ def normal(seed: int, spread: float = 2.0) -> np.ndarray:
 @WRAPS
 @DTYPES
 @FUNCTIONS
-def test_fake_quantizers_equal_the_released_program_bit_for_bit(units, function, dtype, wrap):  # pitfalls 61, 62
+def test_fake_quantizers_equal_the_released_program_bit_for_bit(units, function, dtype, wrap):
     x = jnp.asarray(units["quant/x"]).astype(dtype)
     out = wrap(function)(x)
     assert out.dtype == dtype
@@ -81,14 +81,14 @@ def test_fp8_codes_and_scales_equal_the_released_program(units, dtype, wrap):
     assert np.array_equal(scale, units["quant/fp8_scale_exp"])
 
 
-def test_fp4_midpoints_go_to_the_even_mantissa():  # pitfall 61
+def test_fp4_midpoints_go_to_the_even_mantissa():  # power-of-two scales make exact midpoints common
     x = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.0625, 6])  # the group's maximum 6 makes the scale 1
     expected = np.array([0, 1, 1, 2, 2, 4, 4, 6, 6])
     for function in (quant.round_mxfp4, quant.round_nvfp4):
         assert np.array_equal(jitted(function, [x, -x], jnp.bfloat16), [expected, -expected])
 
 
-def test_small_half_survives_groups_of_16_and_vanishes_in_groups_of_32():  # pitfall 62
+def test_small_half_survives_groups_of_16_and_vanishes_in_groups_of_32():  # one FP4 recipe for both caches
     x = np.repeat([1.0, 0.01], 16)
     main, index = (jitted(f, x, jnp.bfloat16)[0] for f in (quant.round_nvfp4, quant.round_mxfp4))
     assert np.all(main[16:] == 6 * 2.0**-9)  # scale e4m3(0.01 / 6) = 2**-9, 0.01 / 2**-9 = 5.1 -> 6
@@ -96,7 +96,7 @@ def test_small_half_survives_groups_of_16_and_vanishes_in_groups_of_32():  # pit
     assert np.all(index[:16] == 1)
 
 
-def test_quantizers_see_bf16_values_where_the_activations_are_bf16():  # pitfall 63
+def test_quantizers_see_bf16_values_where_the_activations_are_bf16():  # from float32, 4% land in another bin
     x = np.full(32, 1.31640625)
     x[0] = 448
     assert jitted(quant.round_fp8, x, jnp.bfloat16)[0, 1] == 1.25
@@ -108,7 +108,7 @@ def test_quantizers_see_bf16_values_where_the_activations_are_bf16():  # pitfall
     [(quantize_fp8, 105), (quantize_mxfp4, 1), (quantize_nvfp4, 2.0**-9)],
     ids=["fp8", "mxfp4", "nvfp4"],
 )
-def test_zero_groups_give_code_zero_and_the_floors_scale(function, least_scale):  # pitfall 64
+def test_zero_groups_give_code_zero_and_the_floors_scale(function, least_scale):  # 0 / 0 without the floor
     x = np.zeros(SHAPE, np.float32)
     x[1, 32:] = 3
     codes, scale = (np.asarray(a) for a in JITTED[function](jnp.asarray(x)))
@@ -121,17 +121,17 @@ def test_zero_groups_give_code_zero_and_the_floors_scale(function, least_scale):
 
 
 @FUNCTIONS
-def test_zero_groups_are_zero_next_to_live_ones(function):  # pitfall 64
+def test_zero_groups_are_zero_next_to_live_ones(function):  # a zero maximum divides by zero
     x = np.array([0.0] * 32 + [6.0] * 32)
     assert np.array_equal(jitted(function, x)[0], x)
 
 
-def test_main_kv_scale_has_a_floor_below_which_it_would_round_to_zero():  # pitfall 64
+def test_main_kv_scale_has_a_floor_below_which_it_would_round_to_zero():  # an E4M3 scale underflows to 0
     out = jitted(quant.round_nvfp4, np.full(16, 0.005), jnp.bfloat16)
     assert np.array_equal(out[0], np.full(16, 3 * 2.0**-9))  # 0.005 / 2**-9 = 2.56 -> 3
 
 
-def test_cache_quantizers_leave_the_selection_alone():  # pitfall 65
+def test_cache_quantizers_leave_the_selection_alone():  # an option that reroutes attention by the way
     cfg = small_config()
     attention = random_model(cfg).params.layers[1].attn
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 14, 32)), jnp.float32)
@@ -152,7 +152,7 @@ def test_cache_quantizers_leave_the_selection_alone():  # pitfall 65
 
 
 @pytest.mark.parametrize(("name", "value"), [("float8_e4m3fn", 240), ("float8_e4m3fnuz", 120), ("float8_e4m3", 240)])
-def test_a_sibling_of_e4m3_is_decoded_as_itself_or_refused(name, value):  # pitfall 66
+def test_a_sibling_of_e4m3_is_decoded_as_itself_or_refused(name, value):  # skipped by code that knows one FP8 dtype
     weight = np.full((32, 32), 0x77, np.uint8).view(getattr(ml_dtypes, name))
     scale = jnp.full((1, 1), 127, jnp.uint8)
     try:
@@ -164,7 +164,7 @@ def test_a_sibling_of_e4m3_is_decoded_as_itself_or_refused(name, value):  # pitf
 
 
 @FUNCTIONS
-def test_rows_do_not_change_each_others_scales(function):  # pitfall 67
+def test_rows_do_not_change_each_others_scales(function):  # scales read transposed: one row cannot tell
     x = normal(3, 0.5)[:3] * np.array([[1], [100], [1e4]], np.float32)
     rows = np.concatenate([jitted(function, row) for row in x])
     assert np.array_equal(bits(jitted(function, x)), bits(rows))
@@ -172,7 +172,7 @@ def test_rows_do_not_change_each_others_scales(function):  # pitfall 67
 
 @DTYPES
 @FUNCTIONS
-def test_fake_quantizers_are_the_same_eager_jitted_and_rematerialized(function, dtype):  # pitfall 90
+def test_fake_quantizers_are_the_same_eager_jitted_and_rematerialized(function, dtype):  # XLA drops cast pairs
     x = jnp.asarray(normal(4)).astype(dtype)
     eager = function(x)
     assert np.array_equal(bits(JITTED[function](x)), bits(eager))
@@ -181,7 +181,7 @@ def test_fake_quantizers_are_the_same_eager_jitted_and_rematerialized(function, 
     assert np.array_equal(again, np.asarray(eager, np.float32))
 
 
-def test_rounding_to_bf16_is_the_same_eager_jitted_and_rematerialized():  # pitfall 90
+def test_rounding_to_bf16_is_the_same_eager_jitted_and_rematerialized():  # XLA drops casts there and back
     x = jnp.asarray(np.append(normal(5).ravel(), np.float32(1.00390625 + 2**-12)))
     expected = np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
     there_and_back = lambda x: cast(x, jnp.bfloat16).astype(jnp.float32)  # noqa: E731
@@ -199,7 +199,7 @@ def test_fp8_equals_the_rule_on_random_rows(dtype):
 
 
 @pytest.mark.parametrize("top", [448.0, 464.0, 450.0, 2.0**-4 * 448, 3.0e38])
-def test_fp8_is_finite_and_follows_the_rule_at_its_largest_values(top):  # pitfall 91
+def test_fp8_is_finite_and_follows_the_rule_at_its_largest_values(top):  # the cast gives NaN above 464
     x = np.array([[top, -top, *np.linspace(-top, top, 30)]], ml_dtypes.bfloat16).astype(np.float32)
     rounded = jitted(quant.round_fp8, x)
     assert np.isfinite(rounded).all()
@@ -207,7 +207,7 @@ def test_fp8_is_finite_and_follows_the_rule_at_its_largest_values(top):  # pitfa
 
 
 @pytest.mark.parametrize("top", [2688.0, 2700.0, 1e6])
-def test_main_kv_saturates_at_the_largest_scale_times_six(top):  # pitfall 91
+def test_main_kv_saturates_at_the_largest_scale_times_six(top):  # without the clip the cast gives NaN
     assert (jitted(quant.round_nvfp4, np.full(16, top)) == 448 * 6).all()
 
 

@@ -1,4 +1,4 @@
-"""Bounded Replay, in prefill and behind a restored prefix, against the forward pass of `truncated` (report 1.10)."""
+"""Bounded Replay, in prefill and behind a restored prefix, against the forward pass of `truncated` (paper 3.2.2)."""
 
 import inspect
 from dataclasses import replace
@@ -124,7 +124,7 @@ def test_decoding_behind_a_replay_goes_on_as_the_truncated_forward(model, trunca
     assert_history(model, cache, tokens, at)
 
 
-def test_prefill_replay_is_exact_up_to_the_window_and_an_approximation_above(prefilled, plain):  # pitfall 130
+def test_prefill_replay_is_exact_up_to_the_window_and_an_approximation_above(prefilled, plain):
     apart = worst(prefilled[0], behind(plain, LENGTHS))
     assert apart[LENGTHS <= W].max() < 2e-5
     assert apart[LENGTHS > W].min() > 1e-3
@@ -256,7 +256,7 @@ def test_restore_rebuilds_windows_truncated_where_the_replay_begins(model, token
 @pytest.mark.parametrize("cuts", [(12,), (1, 1, 1, 1, 8), (5, 3, 4), "uneven"])
 def test_a_suffix_in_any_chunks_equals_the_truncated_forward(
     model, tokens, image, restored, replayed, cuts
-):  # pitfalls 31, 33
+):  # the ring is empty behind a prefix whose entries are shared, and history must come along
     rng, cache, at = np.random.default_rng(3), restored.copy(), LENGTHS.copy()
     expected, full = replayed(LENGTHS + 12)
     while (at < LENGTHS + 12).any():

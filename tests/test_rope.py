@@ -65,7 +65,7 @@ def test_tables_equal_the_released_program(units, name):
 
 
 @pytest.mark.parametrize("inverse", [False, True])
-def test_rotation_and_inverse_equal_the_released_program(units, inverse):  # pitfall 18
+def test_rotation_and_inverse_equal_the_released_program(units, inverse):  # half-split pairs instead of adjacent ones
     x, positions = units["rope/x"], jnp.tile(jnp.arange(10, dtype=jnp.int32), (2, 1))
     freqs = yarn_frequencies(16, 160000.0, factor=16.0, beta_fast=32.0, beta_slow=1.0, original=32)
     ours = rotate(jnp.asarray(x), positions, freqs, inverse=inverse)
@@ -74,7 +74,7 @@ def test_rotation_and_inverse_equal_the_released_program(units, inverse):  # pit
     assert np.abs(ours - released).max() <= bound
 
 
-def test_released_config_keeps_fast_pairs_divides_slow_ones_by_16_and_blends_between():  # pitfall 14
+def test_released_config_keeps_fast_pairs_divides_slow_ones_by_16_and_blends_between():  # one table for all layers
     cfg = Config.flash()
     plain = recipe(64, 160000.0)
     assert [round(64 * math.log(65536 / (2 * math.pi * r)) / (2 * math.log(160000)), 2) for r in (32, 1)] == [
@@ -90,14 +90,14 @@ def test_released_config_keeps_fast_pairs_divides_slow_ones_by_16_and_blends_bet
         np.testing.assert_allclose(freqs[16:25], blend, rtol=8 * ULP)
 
 
-def test_window_layers_turn_at_theta_10000_without_yarn():  # pitfall 14
+def test_window_layers_turn_at_theta_10000_without_yarn():  # YaRN on window layers shows only at long range
     freqs = layer_frequencies(Config.flash(), 0)
     assert np.array_equal(freqs, recipe(64, 10000.0))
     np.testing.assert_allclose(freqs, 10000.0 ** (-np.arange(32) / 32), rtol=4 * ULP)
 
 
 @pytest.mark.parametrize("ratio", [0, 1])
-def test_angles_are_float32_products_up_to_a_million_positions(ratio):  # pitfall 14
+def test_angles_are_float32_products_up_to_a_million_positions(ratio):  # float64 angles are another model far out
     positions = np.array([0, 127, 65535, 65536, 1048575])
     expected = recipe(64, 160000.0, 65536, 16) if ratio else recipe(64, 10000.0)
     angles = (positions.astype(np.float32)[:, None] * expected).astype(np.float64)
@@ -107,7 +107,7 @@ def test_angles_are_float32_products_up_to_a_million_positions(ratio):  # pitfal
     assert np.abs(sin - np.sin(angles)).max() <= 4 * ULP
 
 
-def test_positions_are_not_rounded_to_the_activation_dtype():  # pitfall 14
+def test_positions_are_not_rounded_to_the_activation_dtype():  # in bf16 position 65537 becomes 65536
     x = jnp.tile(jnp.array([1, 0], jnp.bfloat16), (1, 1, 1))
     turned = rotate(x, jnp.array([[65537]], jnp.int32), frequencies(2, 10000.0))
     expected = np.array([math.cos(65537), math.sin(65537)])
@@ -116,7 +116,7 @@ def test_positions_are_not_rounded_to_the_activation_dtype():  # pitfall 14
 
 
 @pytest.mark.parametrize("start", [0, 5])
-def test_group_j_is_rotated_at_its_first_token_also_in_later_chunks(start):  # pitfall 15
+def test_group_j_is_rotated_at_its_first_token_also_in_later_chunks(start):  # rotation by the entry's index instead
     cfg = small_config()
     layer, num = random_model(cfg).params.layers[1].attn, numerics("float32")
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 32)), jnp.float32)
@@ -134,7 +134,7 @@ def test_group_j_is_rotated_at_its_first_token_also_in_later_chunks(start):  # p
     np.testing.assert_allclose(entries[:, 25::2], turned.imag, atol=bound)
 
 
-def test_a_query_that_sees_only_itself_returns_its_unrotated_value(monkeypatch):  # pitfall 17
+def test_a_query_that_sees_only_itself_returns_its_unrotated_value(monkeypatch):  # values carry the key's rotation
     cfg, layer = window_of_one(monkeypatch)
     monkeypatch.setattr(
         attention_module, "sparse_attention", lambda *a, **k: sparse_attention(*a[:3], *none, a[5], **k)
@@ -153,7 +153,7 @@ def test_a_query_that_sees_only_itself_returns_its_unrotated_value(monkeypatch):
     np.testing.assert_allclose(o, value, atol=bound)
 
 
-def test_rotated_attention_depends_on_relative_positions_only():  # pitfall 17
+def test_rotated_attention_depends_on_relative_positions_only():  # an output that is not turned back
     rng = np.random.default_rng(2)
     q, rows = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((1, 6, 2, 32), (1, 6, 32)))
     ids = np.where(np.tri(6, dtype=bool), np.arange(6), -1)[None]
@@ -170,7 +170,7 @@ def test_rotated_attention_depends_on_relative_positions_only():  # pitfall 17
     assert np.abs(near - far).max() <= 1e-3 * np.abs(near).max()  # angles near 1000 carry 3e-5
 
 
-def test_pairs_are_adjacent_and_only_the_last_channels_turn():  # pitfall 18
+def test_pairs_are_adjacent_and_only_the_last_channels_turn():  # half-split pairs read sin at R/2 instead
     freqs = np.array([1.0, 0.25], np.float32)
     x = np.eye(8, dtype=np.float32)[None]
     turned = np.asarray(rotate(jnp.asarray(x), jnp.full((1, 8), 3, jnp.int32), freqs))[0]

@@ -44,7 +44,7 @@ def test_mesh_without_an_expert_axis_splits_nothing(flash):
     assert not any(any(place.spec) for place in placed(flash, "data=8").values())
 
 
-def test_experts_that_do_not_divide_are_refused_in_one_line_with_their_sizes(flash):  # pitfall 99
+def test_experts_that_do_not_divide_are_refused_in_one_line_with_their_sizes(flash):
     with pytest.raises(ValueError, match=r"^layers") as caught:
         placed(flash, "data=1,expert=5")
     name, rest = str(caught.value).split(": ")
@@ -52,7 +52,7 @@ def test_experts_that_do_not_divide_are_refused_in_one_line_with_their_sizes(fla
     assert rest == "axis 'experts' of 384 does not divide over mesh axis 'expert' of 5 (and 257 more parameters)"
 
 
-def test_uneven_mesh_is_refused_before_anything_is_allocated(monkeypatch):  # pitfall 99
+def test_uneven_mesh_is_refused_before_anything_is_allocated(monkeypatch):  # else an unreadable error, and late
     monkeypatch.setattr(jax, "device_put", lambda *_, **__: pytest.fail("something was put on a device"))
     with pytest.raises(ValueError, match="'experts' of 6 does not divide over mesh axis 'expert' of 4"):
         load(Checkpoint("tiny"), mesh(1, 4))  # 6 experts, and 4 draft experts that would divide
@@ -98,7 +98,7 @@ def test_batches_go_over_data_where_their_rows_divide():
     assert (laid["none"], int(laid["int"])) == (None, 3)
 
 
-def test_bytes_on_each_of_eight_devices_are_the_published_ones(flash):  # pitfall 60
+def test_bytes_on_each_of_eight_devices_are_the_published_ones(flash):  # plans that forget the tables' scales
     sizes = device_bytes(flash, sharding.parse("data=1,expert=8"))
     assert sizes["routed experts"] == 543_581_798_400 // 2 * 17 // 16 // 8  # FP4 and a scale byte for every 32: 36.1 GB
     assert sizes["draft experts"] == 13_589_544_960 // 2 * 17 // 16 // 8

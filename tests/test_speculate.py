@@ -121,7 +121,7 @@ def plain(request, tiny):
 
 
 @pytest.mark.parametrize("offer", ["all", "one too many", "mixed with resting rows"])
-def test_any_acceptance_leaves_the_cache_and_logits_of_plain_decoding(tiny, plain, offer):  # pitfalls 85, 86
+def test_any_acceptance_leaves_the_cache_and_logits_of_plain_decoding(tiny, plain, offer):
     row, accepted = np.arange(B), np.arange(B) // W
     drafts = spoilt(plain.tokens[:, 1 : 1 + K], accepted, 288)
     offered = np.full(B, K) if offer == "all" else np.minimum(accepted + 1, K)
@@ -147,7 +147,7 @@ def test_any_acceptance_leaves_the_cache_and_logits_of_plain_decoding(tiny, plai
         np.testing.assert_allclose(logits, np.stack(plain.logits, axis=1)[row, fed + more + 1], atol=2e-5)
 
 
-def test_sixty_four_drafted_tokens_leave_the_cache_of_plain_decoding(tiny):  # pitfall 86
+def test_sixty_four_drafted_tokens_leave_the_cache_of_plain_decoding(tiny):  # batched state drifts step by step
     rng, total = np.random.default_rng(7), 64
     run = Plain(tiny, rng.integers(6, 288, (B, 48)), 1 + np.arange(B) % 40, total, every=False)
     cache, done, row = run.kept[0].copy(), np.zeros(B, int), np.arange(B)
@@ -241,7 +241,7 @@ def knowing(model, prompts, truth, wrong=0.0, eos=None):
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.2, 0.5])
-def test_greedy_output_is_the_plain_one_when_many_drafts_stand(endless, prompts, truth, wrong):  # pitfall 85
+def test_greedy_output_is_the_plain_one_when_many_drafts_stand(endless, prompts, truth, wrong):
     counts = np.zeros(K + 1, int)
 
     def count(offered, accepted):
@@ -258,7 +258,7 @@ def test_the_limit_cuts_accepted_drafts(endless, prompts, truth, limit):
 
 
 @pytest.mark.parametrize("place", range(8))
-def test_eos_among_accepted_drafts_ends_its_row_there(endless, prompts, truth, place):  # pitfall 85
+def test_eos_among_accepted_drafts_ends_its_row_there(endless, prompts, truth, place):  # tokens kept after the end
     eos = next(row[place] for row in truth if row.index(row[place]) == place)
     expected = [row[: row.index(eos) + 1] if eos in row else row for row in truth]
     rested, heard = [], [[] for _ in prompts]

@@ -35,7 +35,7 @@ def test_published_resize_cases(case):
 
 
 def rule(w, h, cfg):
-    """(best_w, best_h, n_h, n_w) by the words of facts 5, in float64 and in their order of operations."""
+    """(best_w, best_h, n_h, n_w) as the released preprocessing plans it, in float64 and in its order of operations."""
     patch, most = cfg.vision_patch_size, cfg.vision_max_image_tokens
     cell = patch * cfg.vision_downsample_ratio
     if 0 < w * h < cfg.vision_min_pixels:
@@ -98,7 +98,7 @@ def test_resize_follows_the_written_rule_for_any_size(cfg):
         assert plan.width % cfg.vision_patch_size == plan.height % cfg.vision_patch_size == 0
 
 
-def test_the_token_count_is_the_length_of_the_expansion():  # pitfall 121
+def test_the_token_count_is_the_length_of_the_expansion():  # a count from a formula instead of the plan
     rng = np.random.default_rng(1)
     for w, h in rng.integers(8, 4000, (200, 2)).tolist():
         plan = images.resize_plan(w, h, FLASH)
@@ -107,7 +107,7 @@ def test_the_token_count_is_the_length_of_the_expansion():  # pitfall 121
         assert plan.tokens == len(plan.roles) == plan.rows * (plan.columns + 1) + 2
 
 
-def test_a_span_depends_on_the_image_alone_and_has_no_alignment_pads():  # pitfall 5
+def test_a_span_depends_on_the_image_alone_and_has_no_alignment_pads():  # V4's vision pads to the ratio
     for offset in range(4):
         ids = images.expand_placeholders([9] * offset + [TINY.image_token_id, 9], [10], TINY)
         assert ids == [9] * offset + [TINY.image_token_id] * 10 + [9]
@@ -121,7 +121,7 @@ def bfloat16(x):
 
 
 def pipeline(rgb, cfg):
-    """Patches of an array [H, W, 3] by facts 5."""
+    """Patches of an array [H, W, 3], step by step as released."""
     best_w, best_h, _, _ = rule(rgb.shape[1], rgb.shape[0], cfg)
     canvas = ImageOps.pad(Image.fromarray(rgb), (best_w, best_h), Image.Resampling.BICUBIC, color=(127, 127, 127))
     x = bfloat16((np.asarray(canvas).astype(np.float32) / 255 - np.float32(0.5)) / np.float32(0.5))
@@ -217,7 +217,7 @@ def bicubic(x, size):
 
 
 @pytest.mark.parametrize(("width", "height"), [(640, 480), (47, 999), (113, 251)])
-def test_gradients_are_resized_by_pillows_bicubic_kernel(width, height):  # pitfall 122
+def test_gradients_are_resized_by_pillows_bicubic_kernel(width, height):  # tensor libraries' bicubic differs
     rgb = gradient(width, height)
     np.testing.assert_array_equal(values(rgb, FLASH), pipeline(rgb, FLASH))
     best_w, best_h, _, _ = rule(width, height, FLASH)
@@ -273,7 +273,7 @@ def test_damage_anywhere_raises_nothing_but_an_image_error(form):
             images.open_image(bytes(data))
 
 
-def test_windows_of_a_4_by_5_grid_are_channel_major_with_zeros_past_the_edge(tiny):  # pitfall 123
+def test_windows_of_a_4_by_5_grid_are_channel_major_with_zeros_past_the_edge(tiny):
     plan, grid = images.Plan(20, 16, 2, 2), 100 * np.arange(4)[:, None] + np.arange(5)
     padded = np.pad(grid + 50.0, ((0, 2), (0, 1)))
     expected = np.stack([padded[r : r + 3, c : c + 3].ravel() for r in (0, 3) for c in (0, 3)])
@@ -290,7 +290,7 @@ def test_windows_of_a_4_by_5_grid_are_channel_major_with_zeros_past_the_edge(tin
     np.testing.assert_allclose(got[:, 9:18], np.where(expected > 0, expected + 1000, 0), atol=1e-3)
 
 
-def test_rotary_pairs_channel_j_with_j_plus_half_over_rows_then_columns():  # pitfall 18
+def test_rotary_pairs_channel_j_with_j_plus_half_over_rows_then_columns():  # the text's rotary pairs neighbours
     rng, width = np.random.default_rng(4), 16
     places, x = rng.integers(0, 60, (9, 2)).astype(np.int32), rng.standard_normal((9, 2, width)).astype(np.float32)
     f = 10000.0 ** (-2 * np.arange(width // 4) / (width // 2))
@@ -375,14 +375,14 @@ def test_images_at_even_and_odd_offsets_may_be_cut(tiny, pictures, offset):
         np.testing.assert_allclose(steps(tiny, ids, image, [cut, 16])[0], whole, atol=1e-5)
 
 
-def test_features_on_a_second_call_equal_pixels(tiny, pictures, prefilled):  # pitfall 124
+def test_features_on_a_second_call_equal_pixels(tiny, pictures, prefilled):  # features kept from an earlier call lost
     pixels = [GIVEN[f"d_img{k}_rgb"] for k in range(3)]
     for given in ([pixels[:1], pixels[1:]], [pictures[:1], pictures[1:]]):
         np.testing.assert_array_equal(tiny(D[:, :LENGTH], images=given), prefilled[1])
     np.testing.assert_array_equal(steps(tiny, D[:, :LENGTH], prefilled[0], [LENGTH])[0], prefilled[1])
 
 
-def test_each_placeholder_is_expanded_once(tiny, pictures):  # pitfalls 119, 120, 125
+def test_each_placeholder_is_expanded_once(tiny, pictures):  # expanded again in every later turn
     ids = [0, 4, 9, 9, 4, 7]
     once = tiny.expand_images(ids, pictures[:2])
     assert once == [0, *[4] * 22, 9, 9, *[4] * 8, 7]

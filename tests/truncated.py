@@ -1,4 +1,4 @@
-"""The oracle of Bounded Replay: one call over all tokens whose window masks are truncated here (report 1.10).
+"""The oracle of Bounded Replay: one call over all tokens whose window masks are truncated here (paper 3.2.2).
 
 It runs the plain `forward` once, from an empty cache, with two of its pieces replaced: which window rows a query sees,
 layer by layer and row by row, and which compressed entries stand instead of those that the call makes.

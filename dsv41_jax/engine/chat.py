@@ -1,4 +1,4 @@
-"""Chat: messages to token ids and completions back, through DeepSeek's own `deepseek-recipe` (facts 4).
+"""Chat: messages to token ids and completions back, through DeepSeek's own `deepseek-recipe`.
 
 The package renders and encodes conversations and parses completions as they stream; this file only hands it the
 tokenizer and the images. Followed: deepseek-recipe 0.2.0, whose V4.1 encoding agrees with `encoding/encoding.py` of

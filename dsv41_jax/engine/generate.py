@@ -1,4 +1,4 @@
-"""Generation: prefill in chunks, then one token a step for every unfinished row (facts 6).
+"""Generation: prefill in chunks, then one token a step for every unfinished row.
 
 The stepping function pads each chunk to one of `BUCKETS` lengths, so that no prompt length and no new token compiles
 anything once the buckets that a batch size needs are compiled.

@@ -1,4 +1,4 @@
-"""How many drafted tokens to verify: adaptive verification (report 2.4).
+"""How many drafted tokens to verify: adaptive verification (DSpark, arXiv 2607.05147; costs as in vLLM 0.33).
 
     survival_j   product of the confidences up to draft j: the chance that the prefix stands
     budget       argmax over B of (requests + the B largest survivals) / (draft cost + verify cost of requests + B)

@@ -1,4 +1,4 @@
-"""Generation with drafts: every step verifies what the drafter guessed and drafts again (report 2).
+"""Generation with drafts: every step verifies what the drafter guessed and drafts again (DSpark, arXiv 2607.05147).
 
 Rows of a batch accept different numbers of drafts in the same compiled step. What fails is taken back by length alone.
 """

@@ -1,4 +1,4 @@
-"""Which drafted tokens stand: greedy, standard rejection and block rejection (report 2.3).
+"""Which drafted tokens stand: greedy, standard rejection and block rejection.
 
 M_b is the target's distribution, M_s the one a draft was drawn from (temperature and Markov bias included), x_i the
 drafts, u_i uniform. All three give the target's distribution exactly; greedy gives its arg max.

@@ -1,4 +1,4 @@
-"""Attention of every layer: one latent a token is key and value of all heads (paper 2.3; architecture 3 to 5).
+"""Attention of every layer: one latent a token is key and value of all heads (paper 2.3).
 
     q_r = rmsnorm(x Wq_a);  q = rope(q_r Wq_b)            N heads of H channels
     kv  = fp8(rope(rmsnorm(x Wkv)))                       this layer's window row

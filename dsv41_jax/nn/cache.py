@@ -1,4 +1,4 @@
-"""What a sequence remembers: a pytree that goes into every step and comes out new (paper 3.2; architecture 12).
+"""What a sequence remembers: a pytree that goes into every step and comes out new (paper 3.2).
 
     window      ring of latent rows a layer, the last W and `spare` more; position p stands in slot p % rows
     main        compressed entries of a Full layer, entry j at row j, S = capacity / ratio rows
@@ -127,7 +127,7 @@ class Span:
     """The tokens of one call: row b holds positions start[b] .. start[b] + count[b] - 1, then padding.
 
     A `replay` runs tokens again whose compressed entries stand in the caches: it writes none, and its windows begin at
-    `start`, since the rows before it are gone (report 1.10)."""
+    `start`, since the rows before it are gone (paper 3.2.2)."""
 
     start: Int32[Array, " B"]
     count: Int32[Array, " B"]

@@ -1,4 +1,4 @@
-"""The compressor of a Full layer: every `ratio` tokens become one latent (paper 2.3; architecture 4).
+"""The compressor of a Full layer: every `ratio` tokens become one latent (paper 2.3).
 
     ratio 1:  latent_t = rmsnorm(x_t Wkv)
     ratio r:  latent_j = rmsnorm(sum_i softmax_i(x_i Wgate) * (x_i Wkv)),  i = r j .. r j + r - 1, channel by channel

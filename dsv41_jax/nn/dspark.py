@@ -1,4 +1,4 @@
-"""The DSpark drafter: window-only blocks that guess a block of tokens at once (DSpark paper; architecture 10).
+"""The DSpark drafter: window-only blocks that guess a block of tokens at once (DSpark, arXiv 2607.05147).
 
     features  the mean over streams of what the target layers' attention sites read, side by side; one per token seen
     main_x    rmsnorm(features Wmain); every stage writes its ring from it, at the token's own position

@@ -1,4 +1,4 @@
-"""The lightning indexer and its two-level selection (paper 2.3.2; architecture 5).
+"""The lightning indexer and its two-level selection (paper 2.3.2).
 
     key_j     = fp4(rope(rmsnorm(latent_j Wk), position j * ratio))             Full layers, published
     query_t   = fp4(rope(q_r Wq_b, t))                                          I heads

@@ -1,4 +1,4 @@
-"""Mixture of experts (paper 2.1; architecture 6).
+"""Mixture of experts (paper 2.1).
 
     s      = sqrt(softplus(x Wg^T))                                   float32, E experts
     chosen = the A best of s + bias                                   bias_vl inside image spans

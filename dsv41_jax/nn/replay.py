@@ -1,4 +1,4 @@
-"""Bounded Replay: prefill in which the upper layers run on the last W prompt tokens alone (paper 3.2.2; report 1.10).
+"""Bounded Replay: prefill in which the upper layers run on the last W prompt tokens alone (paper 3.2.2).
 
 Layers above the last Full one, the cut, compress nothing of their own: all that a prompt's early tokens leave in them
 is window rows, and those are overwritten W tokens later. So the prompt goes through the layers below the cut, the cut
@@ -8,8 +8,8 @@ W tokens, where token i of a replay that starts at s sees the window
     max(s, i - W + 1) .. i          instead of i - W + 1 .. i
 
 in each of these layers. That is an APPROXIMATION: a window row used to depend on rows that stand up to W - 1 tokens
-further back in the layer below. It is exact for prompts of at most W tokens. (One engine keeps the cut layer's own
-window exact; the report's definition, followed here, truncates it too.)
+further back in the layer below. It is exact for prompts of at most W tokens. (vLLM 0.33 keeps the cut layer's own
+window exact; the paper's definition, followed here, truncates it too.)
 """
 
 from __future__ import annotations

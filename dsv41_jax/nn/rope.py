@@ -1,4 +1,4 @@
-"""Rotary embedding: adjacent pairs of the last R channels, rotated in float32 (paper 2.2; config rope_*).
+"""Rotary embedding: adjacent pairs of the last R channels, rotated in float32 (YaRN: arXiv 2309.00071; config rope_*).
 
     angle(p, i) = p * f_i,   f_i = theta**(-2i / R)
     YaRN:  d(r) = R ln(original / (2 pi r)) / (2 ln theta),  low = max(floor d(beta_fast), 0),

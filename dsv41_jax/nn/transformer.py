@@ -1,4 +1,4 @@
-"""The model: parameters, and the forward pass as a pure function of them (paper section 2; architecture 0).
+"""The model: parameters, and the forward pass as a pure function of them (paper 2).
 
 Prefill, a chunk of a prefill and a decode step are this one function with a different T.
 """
