@@ -4,7 +4,7 @@ from dsv41_jax.config import Config, ConfigError
 from dsv41_jax.files.safetensors import Checkpoint, CheckpointError
 from dsv41_jax.model import Model
 from dsv41_jax.nn.cache import Cache
-from dsv41_jax.nn.transformer import Transformer, forward
+from dsv41_jax.nn.transformer import Call, Output, Transformer
 
-__all__ = ["Cache", "Checkpoint", "CheckpointError", "Config", "ConfigError", "Model", "Transformer", "forward"]
+__all__ = ["Cache", "Call", "Checkpoint", "CheckpointError", "Config", "ConfigError", "Model", "Output", "Transformer"]
 __version__ = "0.1.0"

@@ -53,14 +53,14 @@ def measure(model: Model, lengths: Sequence[int], prompts: int, seed: int = 0) -
 
         exact, half = behind("full"), max(1, length // 2)
         found.append(deviation("decoder", length, exact, behind("replay")))
-        _, cache = model.prefill(list(tokens[:, :half]), model.init_cache(prompts, length))
+        _, cache, _ = model.prefill(list(tokens[:, :half]), model.init_cache(prompts, length))
         cache = model.restore(Snapshot.of(cache), tokens[:, :half], capacity=length)
         resumed = np.asarray(model.prefill(list(tokens[:, half:]), cache)[0], np.float64)
         found.append(deviation(f"encoder, hit at {half}", length, exact, resumed))
     return found
 
 
-def show(found: Sequence[Deviation], console: Console) -> None:
+def show_replay(found: Sequence[Deviation], console: Console) -> None:
     """Print a row a measurement."""
     table = Table(box=None, pad_edge=False)
     for heading in ("replay", "tokens", "relative L2, median", "largest", "KL (nats)", "same best token"):

@@ -12,9 +12,9 @@ from conftest import random_model, small_config
 from dsv41_jax.nn.cache import LayerCache, Span
 from dsv41_jax.nn.compressor import group_positions, pool
 from dsv41_jax.nn.rope import layer_frequencies
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
-NUM = numerics("float32")
+NUM = numerics_by_name("float32")
 CFG = small_config()
 D, H, J = CFG.hidden_size, CFG.head_dim, CFG.index_head_dim
 

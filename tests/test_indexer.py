@@ -12,13 +12,13 @@ from dsv41_jax.config import ConfigError
 from dsv41_jax.nn.cache import Span
 from dsv41_jax.nn.indexer import Indexer, visible_entries
 from dsv41_jax.nn.rope import layer_frequencies
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels.indexer import index_scores
 from pallas_kernels.indexer.reference import candidate_blocks, mask_scores, pool_entries, pool_mask
 from pallas_kernels.topk import topk
 
 CFG = small_config()  # pool: 3 blocks of 2 entries; 4 selected
-NUM = numerics("float32")
+NUM = numerics_by_name("float32")
 INF = np.inf
 T, S = 8, 24
 
@@ -326,7 +326,7 @@ def test_heads_that_all_rectify_to_zero_select_the_lowest_positions():  # -0.0 s
 
 @pytest.mark.parametrize("name", ["float32", "cachequant", "reference"])
 def test_every_numerics_selects_as_many(name):  # a cache format that changes what is scored
-    num, part = numerics(name), indexer(3)
+    num, part = numerics_by_name(name), indexer(3)
     x, q_r, keys = (jnp.asarray(a, num.dtype) for a in inputs(5))
     ids, _ = jax.jit(lambda *a: part(*a, num))(x, q_r, num.index(keys), None, span_of(0, T, 2))
     assert (np.asarray(ids) >= 0).sum(axis=-1).tolist() == [[min(t + 1, 4) for t in range(T)]] * 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsv41_jax.nn.linear import QuantizedLinear, product
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels import BackendError
 from pallas_kernels.block_linear import block_diagonal, block_linear, cases, kernel
 from pallas_kernels.formats import cast, dequantize_fp8
@@ -29,7 +29,7 @@ def test_kernel_agrees_with_float64_at_model_shapes(case):
 
 @pytest.mark.parametrize("name", ["float32", "reference"])
 def test_the_models_layer_is_one_product_with_the_dequantized_matrix(name):
-    num = numerics(name)
+    num = numerics_by_name(name)
     layer = QuantizedLinear(96, 64, ("out", "in"))
     _, weight, scale = cases._case("ragged", 3, 64, 96).inputs(2)
     layer.weight[...], layer.scale[...] = weight, jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)

@@ -11,7 +11,7 @@ from conftest import random_model, small_config
 from flax import nnx
 
 from dsv41_jax.nn import attention as attention_module
-from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache
 from dsv41_jax.nn.linear import Linear, QuantizedLinear, parameter, product, product_f32
 from dsv41_jax.numerics import numerics, round_fp8
@@ -155,7 +155,7 @@ def test_query_heads_are_not_normalized_after_the_up_projection(monkeypatch):  #
 
         monkeypatch.setattr(attention_module, "sparse_attention", capture)
         for layer in layers:
-            layer(x, Published(), cache.layers[0], span, num)
+            layer(x, Shared(), cache.layers[0], span, num)
         return seen
 
     before, after = map(np.asarray, queries(rows(1, 5, 32)))

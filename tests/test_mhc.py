@@ -10,7 +10,7 @@ from flax import nnx
 from dsv41_jax.config import Config
 from dsv41_jax.nn.cache import init_cache
 from dsv41_jax.nn.transformer import abstract_parameters, forward
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels import mhc
 from pallas_kernels.mhc import reference
 from pallas_kernels.mhc.reference import sinkhorn, split_coefficients
@@ -143,7 +143,7 @@ def test_each_sublayer_reads_the_mix_of_the_site_before_and_the_head_the_last(mo
         num_hidden_layers=2, compress_ratios=[0, 0], kv_source_layer_ids=[], index_source_layer_ids=[],
         candidate_source_layer_id=None, engram_layer_ids=[], engram_num_embeddings=[],
     )  # fmt: skip
-    params, num = random_model(cfg).params, numerics("float32")
+    params, num = random_model(cfg).params, numerics_by_name("float32")
     expected = [np.array([1.0, 0, 0, 0])]
     for layer in params.layers:
         for name in ("attn", "ffn"):
@@ -183,7 +183,7 @@ def test_blocks_take_iterations_and_epsilons_from_the_config():  # defaults of a
     x, fn, scale, base = site(5, cfg.hidden_size)
     x *= np.float32(1e-3)
     block.hc_ffn_fn[...], block.hc_ffn_scale[...], block.hc_ffn_base[...] = (jnp.asarray(a) for a in (fn, scale, base))
-    ours = mhc.coefficients(jnp.asarray(x)[None], **block.hyper("ffn", numerics("float32")))
+    ours = mhc.coefficients(jnp.asarray(x)[None], **block.hyper("ffn", numerics_by_name("float32")))
     expected = exact_coefficients(x, fn, scale, base, iterations=2, eps=1e-6, hc_eps=1e-3)
     for value, wanted in zip(ours, expected, strict=True):
         np.testing.assert_allclose(value[0], wanted, rtol=1e-5)

@@ -11,7 +11,7 @@ from flax import nnx
 from dsv41_jax.config import Config
 from dsv41_jax.nn.norm import RMSNorm, rmsnorm
 from dsv41_jax.nn.transformer import abstract_parameters
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
 ONES = jnp.ones(32)
 
@@ -91,8 +91,8 @@ def test_every_norm_of_the_text_model_has_the_configs_epsilon():  # one norm lef
 def test_module_returns_the_activation_dtype_and_keeps_its_weight_in_bf16(name):
     norm = RMSNorm(32, 1e-20)
     norm.weight[...] = jnp.full(32, 2, jnp.bfloat16)
-    out = norm(jnp.full((1, 32), 3.0), numerics(name))
-    assert out.dtype == numerics(name).dtype
+    out = norm(jnp.full((1, 32), 3.0), numerics_by_name(name))
+    assert out.dtype == numerics_by_name(name).dtype
     assert norm.weight[...].dtype == jnp.bfloat16
     # Reciprocal square roots of GPUs are good to a unit in the last place, not correctly rounded.
     np.testing.assert_allclose(np.asarray(out, np.float32), 2, rtol=2**-22)

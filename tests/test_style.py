@@ -1,6 +1,7 @@
 """The house rules that a machine can check: which way imports point, file and function lengths, names, no skips."""
 
 import ast
+import subprocess
 import sys
 
 import pytest
@@ -9,11 +10,11 @@ from conftest import ROOT
 PACKAGES = ("pallas_kernels", "dsv41_jax", "parity")
 # Four words place a file of dsv41_jax, beside the ground: below what it may import, behind what it builds on.
 ORDER = (
-    "config numerics sharding atomic "
+    "config numerics sharding atomic ablation "
     "nn.linear nn.norm nn.rope nn.cache nn.compressor nn.indexer nn.attention nn.moe nn.engram nn.block nn.vision "
-    "nn.dspark nn.transformer nn.replay nn.__init__ "
-    "engine.ngrams engine.tables engine.images engine.snapshot engine.verify engine.schedule engine.generate "
-    "engine.programs engine.steps engine.speculate engine.chat engine.__init__ "
+    "nn.dspark nn.transformer nn.replay nn.random nn.__init__ "
+    "engine.ngrams engine.tables engine.images engine.snapshot engine.sampling engine.verify engine.schedule "
+    "engine.programs engine.chunks engine.engine engine.decode engine.chat engine.__init__ "
     "files.safetensors files.load files.snapshot files.inventory files.orbax files.orbax_writer files.convert "
     "files.__init__ model __init__ measure cli.__init__ __main__"
 ).split()
@@ -91,3 +92,10 @@ def test_no_test_is_skipped_or_expected_to_fail():
     for path in (ROOT / "tests").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert not [mark for mark in marks if mark in text], path.name
+
+
+def test_importing_the_library_loads_no_pillow_tokenizers_or_orbax():
+    heavy = ["PIL", "tokenizers", "orbax", "orbax.checkpoint", "huggingface_hub", "click", "safetensors"]
+    code = f"import dsv41_jax, sys; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "[]"

@@ -28,17 +28,16 @@ from tokenizers.decoders import DecodeStream
 from dsv41_jax import atomic
 from dsv41_jax.config import Config
 from dsv41_jax.engine.schedule import CostTable
-from dsv41_jax.engine.speculate import measure_costs
 from dsv41_jax.engine.tables import PLACEMENTS
 from dsv41_jax.files.convert import FORMATS
 from dsv41_jax.files.convert import convert as convert_checkpoint
 from dsv41_jax.files.inventory import active, device_bytes, misplaced, table_bytes, totals
 from dsv41_jax.files.safetensors import Checkpoint, Expected, expected_tensors, locate
-from dsv41_jax.measure import measure_context, with_positions
+from dsv41_jax.measure import measure_context, measure_costs, with_positions
 from dsv41_jax.model import Model
 from dsv41_jax.nn.transformer import abstract_parameters
 from dsv41_jax.numerics import NUMERICS
-from dsv41_jax.sharding import parse as parse_mesh
+from dsv41_jax.sharding import parse_mesh
 
 STDERR = Console(stderr=True)
 prefill_option = click.option(
@@ -312,7 +311,7 @@ def stream_text(
         if not times:
             on_first()
         times.append(time.perf_counter())
-        sys.stdout.write(stream.step(model.tokenizer, token) or "")
+        sys.stdout.write(stream.step(model.tokenizer, token) or "")  # type: ignore[arg-type]
         sys.stdout.flush()
 
     def count(_: np.ndarray, stands: np.ndarray) -> None:
@@ -353,7 +352,7 @@ def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str, backend: 
         raise click.ClickException(f"{out}: its directory does not exist")
     model = load_model(ckpt, numerics, backend)
     with waiting("forward pass"):
-        values, seen = model(ids, taps=[name for name in taps.split(",") if name])
+        values, _, seen = model(ids, taps=[name for name in taps.split(",") if name])
         arrays = {name: to_host(value) for name, value in {"logits": values, **seen}.items()}
     write_npz(Path(out), arrays)
     STDERR.print(f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()))
@@ -391,10 +390,10 @@ def demo_parity(model: Model, directory: Path) -> tuple[float, float, int]:
     inputs, golden = np.load(directory / "inputs.npz"), np.load(directory / "outputs_float32.npz")
     ids, prefill = inputs["b_ids"], int(inputs["b_prefill_len"])
     cache = model.init_cache(ids.shape[0], ids.shape[1])
-    first, cache = model.step(ids[:, :prefill], cache)
+    first, cache, _ = model.step(ids[:, :prefill], cache)
     found = [np.asarray(first)]
     for position in range(prefill, ids.shape[1]):
-        one, cache = model.step(ids[:, position : position + 1], cache)
+        one, cache, _ = model.step(ids[:, position : position + 1], cache)
         found.append(np.asarray(one))
     wanted = np.concatenate([golden["b/prefill_logits"], golden["b/decode_logits"]], axis=1)
     difference = np.abs(np.concatenate(found, axis=1) - wanted)

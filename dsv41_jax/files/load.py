@@ -25,7 +25,7 @@ from jaxtyping import UInt8
 from dsv41_jax.engine.tables import DeviceTable, Table, check_placement
 from dsv41_jax.files.safetensors import DTYPES, Checkpoint, CheckpointError, Expected, Progress, TensorInfo, table_names
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
-from dsv41_jax.sharding import automatic, placements, rows_sharding
+from dsv41_jax.sharding import automatic, placements, sharded_rows
 
 Loaded = MutableMapping[str, Any]
 Index = tuple[slice, ...]
@@ -205,7 +205,7 @@ def load_tables(
         return checkpoint.tables()
     where: NamedSharding | str = placement
     if mesh is not None and placement != "host":
-        where = rows_sharding(mesh) if placement == "sharded" else NamedSharding(automatic(mesh), PartitionSpec())
+        where = sharded_rows(mesh) if placement == "sharded" else NamedSharding(automatic(mesh), PartitionSpec())
     kept: Loaded = {} if loaded is None else loaded
     names = [name for layer in checkpoint.config.engram_layer_ids for name in table_names(layer)]
     with Reader(checkpoint) as reader:

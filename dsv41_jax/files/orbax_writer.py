@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from dsv41_jax import atomic
 from dsv41_jax.config import Config
-from dsv41_jax.engine.tables import Table
+from dsv41_jax.engine.tables import DeviceTable, Table
 from dsv41_jax.files.inventory import shard_of
 from dsv41_jax.files.orbax import (
     BLOCK_BYTES,
@@ -138,7 +138,7 @@ def save(
     path: str | Path,
     cfg: Config,
     *,
-    tables: Sequence[Table] = (),
+    tables: Sequence[Table | DeviceTable] = (),
     files: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
     on_progress: Progress | None = None,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped, UInt32
 from dsv41_jax import atomic
 from dsv41_jax.config import Config
 from dsv41_jax.engine.snapshot import Snapshot
-from dsv41_jax.engine.tables import Memory
+from dsv41_jax.engine.tables import EngramLookup
 from dsv41_jax.files.safetensors import DTYPES, read_header
 from dsv41_jax.nn.transformer import Transformer
 from dsv41_jax.numerics import Numerics
@@ -49,22 +49,22 @@ def _digest(leaf: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
     return jnp.sum(data.astype(jnp.uint32) * (weight | jnp.uint32(1)), dtype=jnp.uint32)
 
 
-def fingerprint(params: Transformer, memory: Memory | None) -> str:
+def fingerprint(params: Transformer, engram: EngramLookup | None) -> str:
     """SHA-256 over a digest of every parameter, the token map and the Engram rows: a different checkpoint of the same
     config has another one. Of tables with more than 65,536 rows so many are read, evenly spaced."""
     sums = hashlib.sha256()
     for path, leaf in sorted(nnx.to_flat_state(nnx.state(params)), key=lambda item: ".".join(map(str, item[0]))):
         sums.update(f"{'.'.join(map(str, path))} {leaf.shape} {leaf.dtype} {int(_digest(leaf[...]))}\n".encode())
-    for rows in () if memory is None else memory.sample(1 << 16):
+    for rows in () if engram is None else engram.sample(1 << 16):
         sums.update(rows.tobytes())
     return sums.hexdigest()
 
 
-def identity(cfg: Config, num: Numerics, model: str) -> Identity:
+def identity(cfg: Config, numerics: Numerics, model: str) -> Identity:
     """What a snapshot must agree in with the model that reads it; `model` is its fingerprint."""
     settings = {name: value for name, value in vars(cfg).items() if name != "json_text"}
     config = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-    return {"kind": KIND, "config": config, "model": model, "numerics": num.name}
+    return {"kind": KIND, "config": config, "model": model, "numerics": numerics.name}
 
 
 def _named(cfg: Config, snapshot: Snapshot) -> list[tuple[str, np.ndarray]]:
