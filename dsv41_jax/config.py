@@ -10,7 +10,11 @@ Dimension key, used unchanged in every annotation, einsum and comment of this li
     V vocabulary            P patches
 
 Parameters carry the names of their axes, in lower case and one word each, for whoever places them on a mesh:
-`vocab width heads rank groups experts hidden streams coefficients index latent ngram patch`.
+`vocab width heads rank groups experts routes hidden streams coefficients index latent ngram patch`.
+
+Words, one meaning each: a (batch) row is one sequence of a batch; an entry is compressed main KV and its index key; a
+ring is a cache by position; a table row is Engram's; a chunk is the part of a call that one run takes, a bucket the
+width that it is padded to; shared is what source layers hand to the layers above; a tap is an intermediate by its name.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+HUGE = 1e300  # JSON spells infinity as a number too large for a float
 WINDOW, FULL, REINDEX, REUSE = "window", "full", "reindex", "reuse"
 
 
@@ -253,11 +258,6 @@ class Config:
         """Rows that rings hold beyond their need, so that as many drafted tokens can be written and taken back."""
         return self.dspark_block_size if self.num_nextn_predict_layers else 0
 
-    @property
-    def candidate_pool(self) -> int:
-        """Most entries that the layers above the candidate source score per query."""
-        return self.candidate_topk_blocks * self.candidate_block_size
-
 
 _KEYED = tuple(f for f in fields(Config) if "key" in f.metadata)
 _EXPECTED_UNUSED = {
@@ -291,7 +291,7 @@ def _lookup(document: Mapping[str, Any], wanted: Mapping[str, Any], kind: str) -
         return tuple(node)
     if kind.startswith("float"):
         _require(whole(node) or isinstance(node, float), key, node, "is not a number")
-        _require(abs(node) < 1e300, key, node, "is not a finite number")
+        _require(abs(node) < HUGE, key, node, "is not a finite number")
         return float(node)
     if kind.startswith("int"):
         _require(whole(node), key, node, "is not an integer")

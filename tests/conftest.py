@@ -10,6 +10,8 @@ from jaxtyping import install_import_hook  # noqa: E402
 install_import_hook(["dsv41_jax", "pallas_kernels"], "beartype.beartype")
 
 import copy  # noqa: E402
+import os  # noqa: E402
+import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -20,7 +22,24 @@ from dsv41_jax.engine import chunks  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = {"tiny-full": ROOT / "dsv41_jax/data/tiny", "text-min": ROOT / "tests/golden/text-min"}
+CACHE = pytest.StashKey[tempfile.TemporaryDirectory]()
 UNITS = ROOT / "tests/golden/units/units.npz"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One compilation cache for all processes of a run, gone with it: a program is compiled once, whoever needs it."""
+    if not hasattr(config, "workerinput"):
+        config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="dsv41-jax-tests-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[CACHE].name  # for workers, and processes of tests
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The process that started the run takes the cache away."""
+    if CACHE in config.stash:
+        config.stash[CACHE].cleanup()
 
 
 def small_config(**changes: object) -> Config:

@@ -80,13 +80,13 @@ def checked_tokens(tokens: Tokens, vocabulary: int) -> Int32[np.ndarray, "B T"]:
 
 
 def checked_lengths(
-    lengths: ArrayLike | Sequence[int] | None, batch: int, width: int, least: int = 0
+    lengths: ArrayLike | Sequence[int] | None, batch: int, width: int, minimum: int = 0
 ) -> Int32[np.ndarray, " B"]:
-    """How many tokens of each row are live (None: all). Raises ValueError for one outside least .. width."""
+    """How many tokens of each row are live (None: all). Raises ValueError for one outside minimum .. width."""
     found = np.full(batch, width) if lengths is None else np.asarray(lengths)
     whole = np.issubdtype(found.dtype, np.integer) and found.shape == (batch,)
-    if not whole or (found < least).any() or (found > width).any():
-        raise ValueError(f"lengths: {found.tolist()} is not one number in {least}..{width} for each of {batch} rows")
+    if not whole or (found < minimum).any() or (found > width).any():
+        raise ValueError(f"lengths: {found.tolist()} is not one number in {minimum}..{width} for each of {batch} rows")
     return found.astype(np.int32)
 
 

@@ -259,7 +259,7 @@ class Engine:
         """`Model.restore`."""
         array = self.checked(tokens)
         batch, width = array.shape
-        length = checked_lengths(lengths, batch, width, least=1)
+        length = checked_lengths(lengths, batch, width, minimum=1)
         cache = snapshot.cache(self.config, length, capacity or self.capacity(width), self.numerics)
         count = np.minimum(length, self.config.sliding_window)
         start = length - count

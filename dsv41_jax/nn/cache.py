@@ -35,6 +35,7 @@ from pallas_kernels.norm import rmsnorm
 from pallas_kernels.pack import pack
 
 HostOrDevice = Array | np.ndarray
+LARGEST_BATCH = 1 << 20  # a larger number is a mistake, found before it fills the memory
 
 
 @jax.tree_util.register_dataclass
@@ -79,9 +80,9 @@ class Cache:
 
 def init_cache(cfg: Config, batch: int, capacity: int, numerics: Numerics) -> Cache:
     """Empty caches for `batch` sequences of at most `capacity` tokens; no two leaves share a buffer."""
-    for name, value, most in (("batch", batch, 1 << 20), ("capacity", capacity, cfg.max_position_embeddings)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{name}: {value} is not in 1..{most}")
+    for name, value, limit in (("batch", batch, LARGEST_BATCH), ("capacity", capacity, cfg.max_position_embeddings)):
+        if not 1 <= value <= limit:
+            raise ValueError(f"{name}: {value} is not in 1..{limit}")
 
     def rows(count: int, storage: Storage, channels: int) -> Array:
         width, dtype = storage.row(channels, numerics.dtype)
