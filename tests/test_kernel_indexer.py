@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError
-from pallas_kernels.indexer import cases, index_scores, kernel, reference, rows, select
+from pallas_kernels.indexer import cases, decode, index_scores, kernel, reference, select
 from pallas_kernels.topk.cases import best
 
 
@@ -56,8 +56,8 @@ def test_every_byte_of_codes_and_every_common_scale_is_unpacked_exactly():
     codes = np.arange(256, dtype=np.uint8).reshape(4, 64)
     for scale in (67, 126, 127, 128, 190):
         row = np.concatenate([codes, np.full((4, 4), scale, np.uint8)], 1)
-        even, odd = rows.unpack(jnp.asarray(codes), jnp.asarray(row[:, 64:]), True)
-        exact = cases.values(row) * 2.0**-rows.EXPONENT
+        even, odd = decode.unpack(jnp.asarray(codes), jnp.asarray(row[:, 64:]), True)
+        exact = cases.values(row) * 2.0**-decode.EXPONENT
         np.testing.assert_array_equal(np.asarray(even).astype(np.float64), exact[:, 0::2])
         np.testing.assert_array_equal(np.asarray(odd).astype(np.float64), exact[:, 1::2])
 
@@ -94,7 +94,7 @@ def test_what_no_kernel_takes_is_refused_in_one_line():
     with pytest.raises(BackendError, match="blocks of 4"):
         kernel.select(q, keys, weights, visible, count=4, size=4, tile=cases.TINY)
     with pytest.raises(BackendError, match="pools of 24 entries are not in multiples of 128"):
-        rows.score(q, keys, weights, visible, jnp.zeros((1, 3, 3), jnp.int32), interpret=True)
+        decode.score(q, keys, weights, visible, jnp.zeros((1, 3, 3), jnp.int32), interpret=True)
 
 
 @pytest.mark.parametrize("blocks", [6, 16, 48])  # a part of a tile, one tile, three: no whole span

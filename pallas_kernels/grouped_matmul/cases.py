@@ -16,7 +16,7 @@ from pallas_kernels.grouped_matmul import kernel, reference
 from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import plan_of
 from pallas_kernels.grouped_matmul.stream import Plan, Tile
-from pallas_kernels.rows import round_fp8
+from pallas_kernels.quantize import round_fp8
 
 LIMIT = 10.0
 CHECKED = 4  # tokens or experts of a large case

@@ -18,7 +18,7 @@ def index_scores(
 
     With bfloat16 operands the dot, the weighted hit and the sum are each rounded to bfloat16, as released; the sum
     itself runs in float32. Visibility is the caller's. Source: paper 2.3.2; the released `Indexer`.
-    The kernel rounds at the same points (`indexer/rows.py` says what may differ).
+    The kernel rounds at the same points (`indexer/decode.py` says what may differ).
     """
     if use_kernel("index_scores", backend):
         from pallas_kernels.indexer import kernel

@@ -15,10 +15,10 @@ import numpy as np
 
 from pallas_kernels.case import Case
 from pallas_kernels.formats import dequantize_fp4, e2m1_codes, e2m1_value, e8m0_ceil, e8m0_value
-from pallas_kernels.indexer import kernel, prefill, reference, rows
+from pallas_kernels.indexer import decode, kernel, prefill, reference
 
 HEADS, WIDTH, ROUNDING, PART = 32, 128, 2.0**-24, 1 << 16
-TINY = kernel.Tile(rows.Tile(span=128, queries=2), prefill.Tile(span=256))
+TINY = kernel.Tile(decode.Tile(span=128, queries=2), prefill.Tile(span=256))
 
 
 def _mxfp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:

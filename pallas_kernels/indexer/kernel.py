@@ -1,14 +1,14 @@
 """The indexer on a GPU: scores with the maxima of their chunks, then selection from the maxima.
 
 **Why.** XLA writes 32 scores a key and query before it sums them, unpacks the keys to memory, and sorts. Here a row of
-scores is written once, 2 bytes a key, with its maxima (`rows`, `prefill`), and selection reads the coarsest maxima and
-8 values for every chunk that it keeps (`pallas_kernels.topk.kernel`). The scratch is bounded: queries are taken in
+scores is written once, 2 bytes a key, with its maxima (`decode`, `prefill`), and selection reads the coarsest maxima
+and 8 values for every chunk that it keeps (`pallas_kernels.topk.kernel`). The scratch is bounded: queries are taken in
 groups whose scores take 0.5 GB.
 
-**Numerics.** The rounding points of the reference, as `rows` says; a selection is exact for the scores it is given.
+**Numerics.** The rounding points of the reference, as `decode` says; a selection is exact for the scores it is given.
 
 **Tiling.** From `MANY` queries of a sequence on, keys are unpacked to bfloat16 once and scored by `prefill` where its
-instructions exist (Hopper); else `rows` reads them as they are, several queries at a time, or each query's own pool.
+instructions exist (Hopper); else `decode` reads them as they are, several queries at a time, or each query's own pool.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 
 from pallas_kernels import BackendError
-from pallas_kernels.indexer import prefill, reference, rows
+from pallas_kernels.indexer import decode, prefill, reference
 from pallas_kernels.target import tile as for_target
 from pallas_kernels.topk import kernel as topk
 
@@ -34,13 +34,13 @@ SCRATCH = 1 << 28  # scores that exist at a time
 class Tile:
     """Tiles of few queries (and of pools), of many, and of the selection."""
 
-    few: rows.Tile = rows.H200
-    many: prefill.Tile | rows.Tile = prefill.H200
+    few: decode.Tile = decode.H200
+    many: prefill.Tile | decode.Tile = prefill.H200
     selection: topk.Tile = topk.H200
 
 
 H200 = Tile()
-B300 = Tile(rows.B300, rows.MANY, topk.B300)
+B300 = Tile(decode.B300, decode.MANY, topk.B300)
 TILES = {"sm_90": H200, "sm_103": B300}
 
 
@@ -64,7 +64,7 @@ def scores(
     unpack: Callable[[Array], Array] = reference.unpack,
     tile: Tile | None = None,
     interpret: bool = False,
-) -> rows.Levels:
+) -> decode.Levels:
     """Scores [B T, S'] and their maxima of chunks of 8 and 64, by the kernel that fits; T in whole groups of queries.
 
     S' is S in whole tiles, or 8 K. Entries past those that a query sees are -inf or left as they are.
@@ -72,14 +72,14 @@ def scores(
     tile = tile or for_target(TILES)
     if blocks is None and q.shape[1] >= MANY:
         values = unpack(keys)
-        if isinstance(tile.many, rows.Tile):
-            return rows.score(q, values, weights, visible, tile=tile.many, interpret=interpret)
+        if isinstance(tile.many, decode.Tile):
+            return decode.score(q, values, weights, visible, tile=tile.many, interpret=interpret)
         values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % prefill.KEYS), (0, 0)))
         seen = jnp.minimum(visible, keys.shape[1])
         return prefill.score(q, values, weights, seen, tile=tile.many, interpret=interpret)
-    if keys.dtype == jnp.uint8 and keys.shape[2] != rows.FP4_ROW:
+    if keys.dtype == jnp.uint8 and keys.shape[2] != decode.FP4_ROW:
         keys = unpack(keys)
-    return rows.score(q, keys, weights, visible, blocks, tile=tile.few, interpret=interpret)
+    return decode.score(q, keys, weights, visible, blocks, tile=tile.few, interpret=interpret)
 
 
 def _unit(tokens: int, tile: Tile) -> int:
@@ -159,7 +159,7 @@ def select(
 
 
 def choose(
-    levels: rows.Levels,
+    levels: decode.Levels,
     visible: Int32[Array, " R"],
     blocks: Int32[Array, "B T K"] | None,
     *,

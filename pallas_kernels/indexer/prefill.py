@@ -3,7 +3,7 @@
 **Why.** Prefill is 8192 operations a pair of query and key and 2 bytes of output: bound by the tensor cores, if 32
 heads of rectified, weighted and rounded dots are summed elsewhere in the meantime. XLA would write those dots.
 
-**Numerics.** As in `rows`: dot, weighted hit and sum are rounded to bfloat16, both sums run in float32.
+**Numerics.** As in `decode`: dot, weighted hit and sum are rounded to bfloat16, both sums run in float32.
 
 **Tiling.** A program keeps `queries` x 32 heads in shared memory, in parts of `columns` (the N of a wgmma), and walks
 `span` keys; it stops at the last key that one of its queries sees. Its warpgroups take 64 keys each in turn, as the M
@@ -13,7 +13,7 @@ shared memory, where threads pick up chunks of 8 for the maxima. A warpgroup wri
 memory, so the barriers that Pallas would put around every access are off; the two that matter are `commit_smem`: after
 the last product of a tile, before its buffer is filled again, and between scores written and read.
 
-Mosaic GPU, with Hopper's wgmma; elsewhere `rows` takes the same keys. Tried on one H200, 2048 x 65536, in TFLOP/s (a
+Mosaic GPU, with Hopper's wgmma; elsewhere `decode` takes the same keys. Tried on one H200, 2048 x 65536, in TFLOP/s (a
 bf16 matmul: 793): three warpgroups 636, two 569; products of 128 columns 610, with four warpgroups 632, of 64
 columns 526; heads summed by a second wgmma with a matrix of ones 640 (no gain, and it spills); Triton 529, where all
 warps of a program wait for each other.
@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32
 
 from pallas_kernels.formats import cast
-from pallas_kernels.indexer.rows import Levels
+from pallas_kernels.indexer.decode import Levels
 
 KEYS = 64  # of a warpgroup's tile: the M of a wgmma
 COLUMN = plgpu.Layout.WGMMA.reduce(0)

@@ -2,7 +2,7 @@
 
 normed = rmsnorm(x) * weight                     in float32, rounded to x's dtype      (`pallas_kernels.norm`)
 turned = channels (2i, 2i+1) of the last R by position * f_i, rounded again            (`pallas_kernels.rotary`)
-row    = the bytes of its format: fp8, nvfp4 or mxfp4                                  (`pallas_kernels.rows`)
+row    = the bytes of its format: fp8, nvfp4 or mxfp4                                  (`pallas_kernels.quantize`)
 """
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels.norm import rmsnorm
+from pallas_kernels.quantize import FLOOR, pack_fp8, pack_mxfp4, pack_nvfp4
 from pallas_kernels.rotary import rotate
-from pallas_kernels.rows import FLOOR, pack_fp8, pack_mxfp4, pack_nvfp4
 
 __all__ = ["FLOOR", "GROUP", "insert", "pack", "width"]
 

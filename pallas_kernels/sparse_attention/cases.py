@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.case import Case
 from pallas_kernels.formats import E2M1_VALUES, cast
-from pallas_kernels.rows import unpack_fp8, unpack_nvfp4
+from pallas_kernels.quantize import unpack_fp8, unpack_nvfp4
 from pallas_kernels.sparse_attention import kernel, reference
 
 TOLERANCE = 2.0**-8  # of a query's norm: three times what the roundings above leave on random inputs
