@@ -44,7 +44,7 @@ def prepared[Module: nnx.Module](params: Module) -> Module:
     """The parameters as the kernels read them: `fn` of every site split once, not in every step."""
 
     def value(path: tuple[Any, ...], leaf: Any) -> Array:
-        return mhc.prepare(leaf[...]) if path[-1] in ("hc_attn_fn", "hc_ffn_fn") else leaf[...]
+        return mhc.split_fn(leaf[...]) if path[-1] in ("hc_attn_fn", "hc_ffn_fn") else leaf[...]
 
     return map_parameters(value, params)
 

@@ -43,10 +43,10 @@ def e8m0_ceil(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     return ((bits + 0x7FFFFF) >> 23).astype(jnp.uint8)
 
 
-def _binade(x: Float32[Array, "*shape"], least: int) -> Int32[Array, "*shape"]:
-    """max(floor(log2 |x|), least)."""
+def _binade(x: Float32[Array, "*shape"], minimum: int) -> Int32[Array, "*shape"]:
+    """max(floor(log2 |x|), minimum)."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.maximum(((bits >> 23) & 0xFF) - 127, least)
+    return jnp.maximum(((bits >> 23) & 0xFF) - 127, minimum)
 
 
 def _power_of_two(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:

@@ -37,7 +37,7 @@ def target() -> str | None:
     return name if name in TARGETS.values() else None
 
 
-def tile[T](tiles: Mapping[str, T]) -> T:
+def choose_tile[T](tiles: Mapping[str, T]) -> T:
     """The entry for the target in force; the first one without a GPU, where kernels run in interpret mode only."""
     platform, kind, _ = _device()
     if platform != "gpu":

@@ -28,13 +28,13 @@ def on(kind: str):
 def test_the_abstract_device_decides_target_and_tile(kind, name, tile):
     with on(kind):
         assert target.target() == name
-        assert target.tile(TILES) == tile
+        assert target.choose_tile(TILES) == tile
         assert target.use_kernel("topk", "pallas") is True
 
 
 def test_without_a_gpu_the_first_tile_serves_interpret_mode():
     assert target.target() is None
-    assert target.tile(TILES) == "H200"
+    assert target.choose_tile(TILES) == "H200"
 
 
 def test_xla_is_always_allowed():
@@ -56,7 +56,7 @@ def test_a_device_that_cannot_run_the_kernel_is_refused_in_one_line(kind, words)
 def test_a_gpu_without_a_tile_and_a_jax_without_the_backend_are_refused(monkeypatch):
     with on("NVIDIA H200"):
         with pytest.raises(BackendError, match="no tile for NVIDIA H200; there are sm_103"):
-            target.tile({"sm_103": 1})
+            target.choose_tile({"sm_103": 1})
         monkeypatch.setitem(target.LOWERINGS, "triton", "jax.experimental.pallas.absent")
         with pytest.raises(BackendError, match=r"topk needs jax\.experimental\.pallas\.absent"):
             target.use_kernel("topk", "pallas")

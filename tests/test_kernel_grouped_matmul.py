@@ -9,8 +9,7 @@ import pytest
 
 from pallas_kernels import BackendError
 from pallas_kernels.formats import E2M1_VALUES
-from pallas_kernels.grouped_matmul import cases, experts, fragments, kernel
-from pallas_kernels.grouped_matmul import groups as groups_module
+from pallas_kernels.grouped_matmul import cases, experts, fragments, groups, kernel
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
@@ -117,21 +116,21 @@ def test_permute_moves_columns_inside_chunks_only(form):
 
 @pytest.mark.parametrize(("tokens", "idle", "compared"), [(1, 0, 4096), (3, 6, 4096), (40, 5, 4096), (40, 5, 0)])
 def test_groups_cover_every_row_once(tokens, idle, compared, monkeypatch):
-    monkeypatch.setattr(groups_module, "COMPARED", compared)
+    monkeypatch.setattr(groups, "COMPARED", compared)
     rng = np.random.default_rng(tokens)
     ids = np.stack([np.sort(rng.permutation(8 - idle)[:2]) for _ in range(tokens)]).astype(np.int32)
-    groups = jax.device_get(groups_module.group(jnp.asarray(ids), 8, 16))
-    plan = groups.plan
-    places = groups.place.reshape(-1)
+    found = jax.device_get(groups.group(jnp.asarray(ids), 8, 16))
+    plan = found.plan
+    places = found.place.reshape(-1)
     assert len(set(places.tolist())) == len(places)
-    np.testing.assert_array_equal(groups.slot[places], np.arange(ids.size))
+    np.testing.assert_array_equal(found.slot[places], np.arange(ids.size))
     walked = []
     for t in range(int(plan.tiles[0])):
         rows = plan.start[t] + np.arange(plan.live[t])
         assert plan.start[t] % 8 == 0
         assert 0 < plan.live[t] <= 16
-        assert plan.start[t] + 16 <= len(groups.slot)
-        assert (ids.reshape(-1)[groups.slot[rows]] == plan.expert[t]).all()
+        assert plan.start[t] + 16 <= len(found.slot)
+        assert (ids.reshape(-1)[found.slot[rows]] == plan.expert[t]).all()
         walked += rows.tolist()
     assert sorted(walked) == sorted(places.tolist())
 

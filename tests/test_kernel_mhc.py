@@ -52,14 +52,14 @@ def test_site_is_the_functions_that_the_model_calls_in_turn(dtype):
     jax.tree.map(np.testing.assert_array_equal, mhc.site(*given, **cases.SIZES), expected)
 
 
-def test_prepared_fn_keeps_sixteen_bits():
+def test_split_fn_keeps_sixteen_bits():
     fn = jax.random.normal(jax.random.key(0), (24, 96))
-    prepared = mhc.prepare(fn)
-    assert prepared.shape == (48, 96)
-    halves = np.asarray(prepared, np.float64)
-    np.testing.assert_array_equal(mhc.whole(prepared), halves[:24] + halves[24:])
+    split = mhc.split_fn(fn)
+    assert split.shape == (48, 96)
+    halves = np.asarray(split, np.float64)
+    np.testing.assert_array_equal(mhc.join_fn(split), halves[:24] + halves[24:])
     assert (np.abs(halves[:24] + halves[24:] - np.asarray(fn, np.float64)) <= 2.0**-17 * np.abs(fn)).all()
-    assert mhc.whole(fn) is fn
+    assert mhc.join_fn(fn) is fn
 
 
 def test_gradient_of_the_kernel_equals_a_finite_difference_in_float64():
@@ -112,9 +112,9 @@ def test_without_a_gpu_the_kernel_is_refused():
 
 def test_the_model_tiles_cover_every_call_and_the_models_width():
     for tiles in (kernel.H200, kernel.B300):
-        assert [t.most for t in tiles] == sorted(t.most for t in tiles)
+        assert [t.limit for t in tiles] == sorted(t.limit for t in tiles)
         assert isinstance(tiles[-1], kernel.Tile)
-        assert tiles[-1].most >= 1 << 30
+        assert tiles[-1].limit >= 1 << 30
         assert all(5120 % t.step == 0 for t in tiles)
 
 

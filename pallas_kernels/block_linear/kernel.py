@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels import BackendError
 from pallas_kernels.grouped_matmul.fragments import CHUNK, FP8, ROWS
 from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.target import choose_tile
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ B300 = Tiles(
 def splits_of(rows: int, columns: int, tile: Tile) -> int:
     """Parts of the columns: as many as give each block of threads at most one item, of two steps at least."""
     steps = columns // (CHUNK * tile.chunks)
-    most = min(tile.blocks // (rows // (2 * ROWS * tile.warpgroups)), steps // 2)
-    each = -(-steps // max(most, 1))
+    limit = min(tile.blocks // (rows // (2 * ROWS * tile.warpgroups)), steps // 2)
+    each = -(-steps // max(limit, 1))
     return -(-steps // each)
 
 
@@ -81,7 +81,7 @@ def block_diagonal(
     """See `pallas_kernels.block_linear.block_diagonal`."""
     *lead, groups, columns = x.shape
     tokens, rows = prod(lead), weight.shape[0] // groups
-    tiles = target_tile({"sm_90": H200, "sm_103": B300})
+    tiles = choose_tile({"sm_90": H200, "sm_103": B300})
     tile = tile or (tiles.few if tokens <= tiles.few.widths[-1] else tiles.many)
     _check(x, rows, columns, tile)
     if tokens == 0:

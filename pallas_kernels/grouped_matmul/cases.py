@@ -78,7 +78,7 @@ def _grouped(
     total = rows * busy if busy < experts else rows
 
     def used() -> Tile:
-        return tile or kernel.select(total, experts)
+        return tile or kernel.tile_for(total, experts)
 
     @jax.jit
     def draw(key: jax.Array) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from pallas_kernels import BackendError
 from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import group
 from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.target import choose_tile
 
 FEW = 8  # rows of all experts
 
@@ -61,10 +61,10 @@ B300 = Tiles(
 )
 
 
-def select(rows: int, experts: int) -> Tile:
+def tile_for(rows: int, experts: int) -> Tile:
     """The tile for so many rows in all."""
-    tiles = target_tile({"sm_90": H200, "sm_103": B300})
-    return tiles.few if rows <= FEW else next(tile for most, tile in tiles.others if rows <= most * experts)
+    tiles = choose_tile({"sm_90": H200, "sm_103": B300})
+    return tiles.few if rows <= FEW else next(tile for limit, tile in tiles.others if rows <= limit * experts)
 
 
 def _bytes(scale: Array) -> Array:
@@ -132,7 +132,7 @@ def experts(
 ) -> Float32[Array, "T D"]:
     """See `pallas_kernels.grouped_matmul.experts`."""
     count = w1[0].shape[0]
-    tile = tile or select(ids.size, count)
+    tile = tile or tile_for(ids.size, count)
     check(x, w1[0], tile)
     if ids.size == 0:
         return jnp.zeros(x.shape, jnp.float32)

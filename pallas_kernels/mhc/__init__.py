@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.mhc import kernel, reference
-from pallas_kernels.mhc.kernel import prepare, whole
+from pallas_kernels.mhc.kernel import join_fn, split_fn
 from pallas_kernels.target import use_kernel
 
-__all__ = ["coefficients", "collapse", "prepare", "site", "update", "whole"]
+__all__ = ["coefficients", "collapse", "join_fn", "site", "split_fn", "update"]
 
 
 def coefficients(
@@ -26,14 +26,14 @@ def coefficients(
 ) -> tuple[Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M M"]]:
     """(pre, post, comb) of a site from the residual streams X before it; `reference.py` has the equations.
 
-    `fn` is float32 [2M + M*M, M*D], or `prepare` of it, which a kernel makes in each call that it is not given it.
+    `fn` is float32 [2M + M*M, M*D], or `split_fn` of it, which a kernel makes in each call that it is not given it.
     `pre` collapses the streams for the next site, `post` and `comb` update this one's. Everything is float32, whatever
     X is. The kernel takes bfloat16 streams. Source: paper 2.4.1; config keys hc_mult, hc_sinkhorn_iters, hc_eps.
     """
     sizes = (iterations, eps, hc_eps)
     if use_kernel("mhc.coefficients", backend):
         return _coefficients(sizes, x, fn, scale, base)
-    return reference.coefficients(x, whole(fn), scale, base, **_named(sizes))
+    return reference.coefficients(x, join_fn(fn), scale, base, **_named(sizes))
 
 
 def collapse(
@@ -99,7 +99,7 @@ def site(
     sizes = (iterations, eps, hc_eps)
     if use_kernel("mhc.site", backend):
         return _site(sizes, x, y, post, comb, mix, norm, fn, scale, base)
-    return reference.site(x, y, post, comb, mix, norm, whole(fn), scale, base, **_named(sizes))
+    return reference.site(x, y, post, comb, mix, norm, join_fn(fn), scale, base, **_named(sizes))
 
 
 Sizes = tuple[int, float, float]
@@ -119,7 +119,7 @@ def _recomputed(run, plain):
     def backward(sizes, arrays, cotangents):
         def recompute(*arrays):
             *given, fn, scale, base = arrays
-            return plain(*given, whole(fn), scale, base, **_named(sizes))
+            return plain(*given, join_fn(fn), scale, base, **_named(sizes))
 
         return jax.vjp(recompute, *arrays)[1](cotangents)
 

@@ -42,7 +42,7 @@ def inputs(seed: int, lead: tuple[int, ...], streams: int, width: int) -> tuple[
     norm = 1 + draw(next(keys), (width,)) / 8
     fn = jax.random.normal(next(keys), (count, streams * width)) / (streams * width) ** 0.5
     scale, base = jnp.array([1.0, 0.7, 1.5]), jax.random.normal(next(keys), (count,))
-    return x, y, post, comb, mix, norm, fn, scale, base, kernel.prepare(fn)
+    return x, y, post, comb, mix, norm, fn, scale, base, kernel.split_fn(fn)
 
 
 def exact_coefficients(z: np.ndarray, fn: np.ndarray, scale: np.ndarray, base: np.ndarray, m: int) -> tuple:
@@ -128,8 +128,8 @@ def only_coefficients(given: tuple[Any, ...], output: Any) -> list[str]:
 
 
 def _site(*arrays: jax.Array, **how: Any) -> Any:
-    *given, _, scale, base, prepared = arrays
-    return kernel.site(*[*given, prepared, scale, base], **SIZES, **how)
+    *given, _, scale, base, halves = arrays
+    return kernel.site(*[*given, halves, scale, base], **SIZES, **how)
 
 
 def _coefficients(*arrays: jax.Array, **how: Any) -> Any:

@@ -41,18 +41,18 @@ from pallas_kernels import BackendError
 from pallas_kernels.formats import cast
 from pallas_kernels.mhc import stream
 from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.target import choose_tile
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of the two launches for calls of up to `most` tokens.
+    """Sizes of the two launches for calls of up to `limit` tokens.
 
     `lanes` 0: a finishing block turns one token's sums into coefficients, all threads on the same numbers. Else it does
     so for that many tokens, one a thread, and the partial sums are kept with tokens last.
     """
 
-    most: int
+    limit: int
     tokens: int
     columns: int
     steps: int
@@ -81,14 +81,14 @@ H200: Tiles = (
 B300: Tiles = tuple(tile for tile in H200 if isinstance(tile, Tile))  # it has no wgmma
 
 
-def prepare(fn: Float32[Array, "coefficients hidden"]) -> BFloat16[Array, "halves hidden"]:
+def split_fn(fn: Float32[Array, "coefficients hidden"]) -> BFloat16[Array, "halves hidden"]:
     """fn as the kernel reads it, once per weight: its high and then its low halves in bfloat16."""
     hi = cast(fn, jnp.bfloat16)
     return jnp.concatenate([hi, cast(fn - hi.astype(jnp.float32), jnp.bfloat16)])
 
 
-def whole(fn: Float[Array, "rows hidden"]) -> Float32[Array, "coefficients hidden"]:
-    """fn in float32, from `prepare`d halves too."""
+def join_fn(fn: Float[Array, "rows hidden"]) -> Float32[Array, "coefficients hidden"]:
+    """fn in float32, from its halves too."""
     return fn if fn.dtype == jnp.float32 else jnp.sum(fn.astype(jnp.float32).reshape(2, -1, fn.shape[1]), axis=0)
 
 
@@ -307,8 +307,8 @@ def _fits[T: Tile | stream.Tile](
             raise BackendError(f"backend 'pallas': mhc takes {name} in bfloat16, not {array.dtype}")
     streams, width = x.shape[-2:]
     tokens, count = math.prod(x.shape[:-2]), streams * (streams + 2)
-    tiles = target_tile({"sm_90": H200, "sm_103": B300}) if tiles is None else tiles
-    tile = next(t for t in tiles if isinstance(t, kinds) and tokens <= t.most and tokens % t.granule == 0)
+    tiles = choose_tile({"sm_90": H200, "sm_103": B300}) if tiles is None else tiles
+    tile = next(t for t in tiles if isinstance(t, kinds) and tokens <= t.limit and tokens % t.granule == 0)
     if width % tile.step or count > RECORD - 2 or tokens == 0:
         rule = f"a width in multiples of {tile.step}, at most {RECORD - 2} coefficients and a token"
         raise BackendError(f"backend 'pallas': mhc takes {rule}; x is {x.shape}")
@@ -331,10 +331,10 @@ def coefficients(
     tile: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """As the reference's; `fn` may be prepared."""
+    """As the reference's; `fn` may be its halves."""
     chosen, lead = _fits(x, fn, tile, (Tile,)), x.shape[:-2]
     flat = x.reshape(-1, *x.shape[-2:])
-    sizes, fn = (iterations, eps, hc_eps), prepare(fn) if fn.dtype == jnp.float32 else fn
+    sizes, fn = (iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
     out = _launches(flat, (), None, fn, scale, base, sizes=sizes, tile=chosen, interpret=interpret)
     pre, post, comb = (value.reshape(*lead, *value.shape[1:]) for value in out)
     return pre, post, comb
@@ -358,12 +358,12 @@ def site(
     tile: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """As the reference's; `fn` may be prepared."""
+    """As the reference's; `fn` may be its halves."""
     chosen = _fits(x, fn, tile, (Tile, stream.Tile), y=y, norm=norm)
     lead, (streams, width) = x.shape[:-2], x.shape[-2:]
     flat = x.reshape(-1, streams, width)
     given = y.reshape(-1, width), post.reshape(-1, streams), comb.reshape(-1, streams**2), mix.reshape(-1, streams)
-    sizes, fn = (iterations, eps, hc_eps), prepare(fn) if fn.dtype == jnp.float32 else fn
+    sizes, fn = (iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
     arrays = flat, given, norm, fn, scale, base
     if isinstance(chosen, stream.Tile):
         out = stream.site(*arrays, sizes=sizes, tile=chosen, interpret=interpret)

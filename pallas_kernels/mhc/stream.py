@@ -328,9 +328,9 @@ class _Program(Team):
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(buffers.free.at[lax.rem(self.steps - 1, self.ring)])
         # Only now: while it made coefficients, its whole team would wait for its part of the ring.
-        repeat(lax.div(self.items - self.part + (tile.slices - 1), tile.slices), self.weigh)
+        repeat(lax.div(self.items - self.part + (tile.slices - 1), tile.slices), self.coefficients)
 
-    def weigh(self, i: Any) -> None:
+    def coefficients(self, i: Any) -> None:
         """The coefficients of the rows of item i of those that are this program's."""
         arrays, streams, k = self.arrays, len(self.every), self.part + i * self.tile.slices
         block = pl.ds(self.block(k) * ROWS, ROWS)

@@ -17,10 +17,10 @@ ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes for calls of up to `most` tokens, of which there are at least 64. Shared memory holds `stages` strips of
+    """Sizes for calls of up to `limit` tokens, of which there are at least 64. Shared memory holds `stages` strips of
     the streams and y, `fn_stages` of fn, and the ring. `registers` of a thread: the four warpgroups share 512."""
 
-    most: int
+    limit: int
     columns: int = 32
     slices: int = 8
     teams: int = 16

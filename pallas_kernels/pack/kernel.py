@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 from pallas_kernels import BackendError
 from pallas_kernels.formats import E4M3_MAX
 from pallas_kernels.pack.reference import FLOOR, GROUP, width
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.target import choose_tile
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _launch(
     interpret: bool,
 ) -> Array:
     _fits(x, freqs, norm, shape, layout)
-    tile = target_tile({"sm_90": H200, "sm_103": B300}) if tile is None else tile
+    tile = choose_tile({"sm_90": H200, "sm_103": B300}) if tile is None else tile
     weight = jnp.ones(1, x.dtype) if norm is None else norm
     return pl.pallas_call(
         partial(_row, eps=eps, layout=layout, normed=norm is not None),

@@ -151,7 +151,7 @@ def sparse_attention(
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """The public function's kernel; the rows' bytes tell their format. Differentiable in q, sink and rows of values."""
     _check(q, interpret)
-    tile = tile or target.tile(TILES)
+    tile = tile or target.choose_tile(TILES)
     sets = [(window, window_ids, unpack_window), (main, main_ids, unpack_main)]
     sets = [(rows, _whole_blocks(ids), unpack) for rows, ids, unpack in sets if rows.shape[1] and ids.shape[-1]]
     if not sets:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.case import Case
-from pallas_kernels.topk import kernel, reference
+from pallas_kernels.topk import kernel, reference, selection
 
-TINY = kernel.Tile(span=512)
+TINY = selection.Tile(span=512)
 SPECIAL = (np.nan, np.inf, -np.inf, -0.0, 0.0, -np.nan, 3.0e38)
 
 
