@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BackendError
+from pallas_kernels import BackendError, oracle64
 from pallas_kernels.formats import E2M1_VALUES
 from pallas_kernels.grouped_matmul import cases, experts, fragments, groups, kernel
 
@@ -27,7 +27,7 @@ def test_kernel_error_is_the_references_own_rounding():
     assert not case.problems(inputs, outputs[1])
     for t in range(int(tiles[0])):
         rows = slice(start[t], start[t] + live[t])
-        exact = x[rows].astype(np.float64)[:, columns] @ cases._dense(codes[expert[t]], scales[expert[t]]).T
+        exact = x[rows].astype(np.float64)[:, columns] @ oracle64.mxfp4(codes[expert[t]], scales[expert[t]]).T
         kernels, references = (np.linalg.norm(out[rows].astype(np.float64) - exact) for out in outputs)
         assert kernels <= 1.5 * references
 
@@ -100,7 +100,7 @@ def test_fragments_are_the_weights_in_the_order_of_permute():
     codes = rng.integers(0, 256, (64, 128), np.uint8)
     scales = rng.integers(60, 160, (64, 8), np.uint8)
     words = fragments.FP4.scales(jnp.asarray(scales), 2, interpret=True)
-    dense = np.asarray(fragments.FP4.permute(jnp.asarray(cases._dense(codes, scales), jnp.float32)))
+    dense = np.asarray(fragments.FP4.permute(jnp.asarray(oracle64.mxfp4(codes, scales), jnp.float32)))
     for chunk in range(2):
         read = fragments.FP4.read(jnp.asarray(codes), chunk, interpret=True)
         got = [fragments.FP4.fragment(read, words, chunk, half, interpret=True) for half in range(2)]

@@ -10,7 +10,7 @@ import pytest
 from ptx import Machine
 
 from dsv41_jax import quant
-from pallas_kernels import BackendError
+from pallas_kernels import BackendError, oracle64
 from pallas_kernels.sparse_attention import cases, forward, kernel, rows, sparse_attention, triton
 
 SMALL = {case.name: case for case in cases.SMALL}
@@ -65,7 +65,7 @@ def test_ptx_leaves_the_unpacked_rows_in_swizzled_tiles(name, half):
     rng = np.random.default_rng(half)
     count, first, tile, ids_at, table_at = 40, 7, 1024, 40960, 48
     packed = random_rows(rng, name, count + first)
-    unpacked = (cases.values64(packed, 512) * 2.0 ** -rows.Format(name).down).astype(ml_dtypes.bfloat16)
+    unpacked = (oracle64.cached_rows(packed, 512) * 2.0 ** -rows.Format(name).down).astype(ml_dtypes.bfloat16)
     ids = rng.integers(-1, count + 3, 64).astype(np.int32)  # above the table: clamped to its last row
     ids[:4] = (-1, 0, count - 1, 10 * count)
     shared = np.full(1 << 16, 0xAB, np.uint8)
@@ -140,7 +140,7 @@ def random_rows(rng: np.random.Generator, name: str, count: int) -> np.ndarray:
 def test_cases_read_rows_as_the_model_does(name):
     packed = random_rows(np.random.default_rng(2), name, 5)
     model = np.asarray(STORED[name](jnp.asarray(packed), jnp.float32)).astype(np.float64)
-    np.testing.assert_array_equal(cases.values64(packed, 512), model)
+    np.testing.assert_array_equal(oracle64.cached_rows(packed, 512), model)
     if name != "bf16":
         ours = {"fp8": cases.unpack_fp8, "nvfp4": cases.unpack_nvfp4}[name](jnp.asarray(packed), jnp.float32)
         np.testing.assert_array_equal(ours, model)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import oracle64
 from pallas_kernels.block_linear import kernel, reference
 from pallas_kernels.case import Case
 from pallas_kernels.grouped_matmul.stream import Tile
@@ -33,17 +34,11 @@ def _case(name: str, tokens: int, columns: int, rows: int, tile: Tile | None = N
 
     def problems(given: tuple[Any, ...], output: Any) -> list[str]:
         x, weight, scale = (np.asarray(v) for v in given)
-        some = np.unique(np.linspace(0, tokens - 1, CHECKED).astype(int))
-        factor = np.repeat(np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, 0), 32, 1)[: len(weight), :columns]
-        matrices = (weight.astype(np.float64) * factor).reshape(blocks, rows, columns)
+        some = oracle64.sample(tokens, CHECKED)
+        matrices = oracle64.fp8_blocks(weight, scale).reshape(blocks, rows, columns)
         each = x[some].astype(np.float64).reshape(len(some), blocks, columns)
         expected = np.concatenate([each[:, g] @ matrix.T for g, matrix in enumerate(matrices)], axis=1)
-        value = np.asarray(output)[some].astype(np.float64).reshape(expected.shape)
-        if not np.isfinite(value).all():
-            return [f"{np.argwhere(~np.isfinite(value))[0]} is not finite"]
-        error = np.linalg.norm(value - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
-        worst = int(error.argmax())
-        return [f"row {some[worst]} is off by {error[worst]:.2e} of its norm"] if error[worst] > TOLERANCE else []
+        return oracle64.rows_off("y", some, np.asarray(output)[some], expected, TOLERANCE)
 
     nbytes = blocks * (rows * columns + 2.0 * tokens * (rows + columns))
     return Case(

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import oracle64
 from pallas_kernels.case import Case
-from pallas_kernels.formats import E2M1_VALUES, cast, dequantize_fp4
+from pallas_kernels.formats import cast, dequantize_fp4
 from pallas_kernels.grouped_matmul import kernel, reference
 from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import plan_of
 from pallas_kernels.grouped_matmul.stream import Plan, Tile
+from pallas_kernels.oracle64 import bfloat16
 from pallas_kernels.quantize import round_fp8
 
 LIMIT = 10.0
@@ -31,17 +33,6 @@ def _weight(key: jax.Array, shape: tuple[int, int, int]) -> tuple[jax.Array, jax
     return jax.random.bits(codes, (*shape[:2], shape[2] // 2), jnp.uint8), spread.astype(jnp.uint8)
 
 
-def _bf16(x: np.ndarray) -> np.ndarray:
-    return x.astype(jnp.bfloat16).astype(np.float64)
-
-
-def _dense(codes: Any, scales: Any) -> np.ndarray:
-    """A dequantized matrix in float64, from bits."""
-    codes, scales = np.asarray(codes), np.asarray(scales).astype(np.float64)
-    values = np.stack([E2M1_VALUES[codes & 15], E2M1_VALUES[codes >> 4]], -1).reshape(*codes.shape[:-1], -1)
-    return values * np.repeat(2.0 ** (scales - 127), 32, axis=-1)
-
-
 def _quantize64(x: np.ndarray) -> np.ndarray:
     groups = x.reshape(*x.shape[:-1], -1, 32)
     scale = 2.0 ** np.ceil(np.log2(np.maximum(np.abs(groups).max(-1, keepdims=True), 1e-4) / 448))
@@ -50,18 +41,8 @@ def _quantize64(x: np.ndarray) -> np.ndarray:
 
 
 def _hidden64(x: np.ndarray, w1: np.ndarray, w3: np.ndarray, weight: Any) -> np.ndarray:
-    gate, up = np.minimum(_bf16(x @ w1.T), LIMIT), np.clip(_bf16(x @ w3.T), -LIMIT, LIMIT)
-    return _bf16(gate / (1 + np.exp(-gate)) * up * weight)
-
-
-def _wrong(name: str, value: np.ndarray, expected: np.ndarray) -> list[str]:
-    """Rows whose error is above the tolerance, or that are not finite: the worst one."""
-    value = value.astype(np.float64)
-    if not np.isfinite(value).all():
-        return [f"{name}: {np.argwhere(~np.isfinite(value))[0]} is not finite"]
-    error = np.linalg.norm(value - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-30)
-    worst = int(error.argmax())
-    return [f"{name}: row {worst} is off by {error[worst]:.2e} of its norm"] if error[worst] > TOLERANCE else []
+    gate, up = np.minimum(bfloat16(x @ w1.T), LIMIT), np.clip(bfloat16(x @ w3.T), -LIMIT, LIMIT)
+    return bfloat16(gate / (1 + np.exp(-gate)) * up * weight)
 
 
 def _sizes(key: jax.Array, experts: int, busy: int, rows: int) -> jax.Array:
@@ -120,16 +101,16 @@ def _grouped(
         expert, start, live, tiles = (np.asarray(v) for v in rest[:4])
         columns = np.asarray(FP4.permute(jnp.arange(inner))).argsort()
         found = []
-        for t in np.unique(np.linspace(0, tiles[0] - 1, CHECKED).astype(int)):
+        for t in oracle64.sample(int(tiles[0]), CHECKED):
             row = slice(int(start[t]), int(start[t] + live[t]))
             rows64 = np.asarray(x[row]).astype(np.float64)[:, columns]
-            dense = [_dense(rest[i][expert[t]], rest[i + 1][expert[t]]) for i in range(4, len(rest), 2)]
+            dense = [oracle64.mxfp4(rest[i][expert[t]], rest[i + 1][expert[t]]) for i in range(4, len(rest), 2)]
             if launch == "up":
                 weight = np.asarray(weights[row])[:, None].astype(np.float64)
                 expected = _hidden64(rows64, dense[0], dense[1], weight)
             else:
-                expected = _bf16(rows64 @ dense[0].T)
-            found += _wrong(f"tile {t}", np.asarray(output[row]), expected)
+                expected = bfloat16(rows64 @ dense[0].T)
+            found += oracle64.rows_off(f"tile {t}", range(len(expected)), output[row], expected, TOLERANCE)
         return found
 
     matrices = 2 if launch == "up" else 1
@@ -176,13 +157,13 @@ def _whole(
     def problems(given: tuple[Any, ...], output: Any) -> list[str]:
         x, ids, weights, *w = given
         found = []
-        for t in np.unique(np.linspace(0, tokens - 1, CHECKED).astype(int)):
+        for t in oracle64.sample(tokens, CHECKED):
             row = _quantize64(np.asarray(x[t]).astype(np.float64))
             expected: Any = 0
             for e, p in zip(np.asarray(ids[t]), np.asarray(weights[t]).astype(np.float64), strict=True):
-                w1, w2, w3 = (_dense(w[i][e], w[i + 1][e]) for i in (0, 2, 4))
-                expected += _bf16(_quantize64(_hidden64(row, w1, w3, p)) @ w2.T)
-            found += _wrong(f"token {t}", np.asarray(output[t])[None], expected[None])
+                w1, w2, w3 = (oracle64.mxfp4(w[i][e], w[i + 1][e]) for i in (0, 2, 4))
+                expected += bfloat16(_quantize64(_hidden64(row, w1, w3, p)) @ w2.T)
+            found += oracle64.rows_off("out", [t], output[t], expected[None], TOLERANCE)
         return found
 
     rows = tokens * per_token

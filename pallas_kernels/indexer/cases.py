@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import oracle64
 from pallas_kernels.case import Case
 from pallas_kernels.formats import dequantize_fp4, e2m1_codes, e2m1_value, e8m0_ceil, e8m0_value
 from pallas_kernels.indexer import decode, kernel, prefill, reference
+from pallas_kernels.oracle64 import bfloat16
 
 HEADS, WIDTH, ROUNDING, PART = 32, 128, 2.0**-24, 1 << 16
+CHECKED = 8  # queries of a call
 TINY = kernel.Tile(decode.Tile(span=128, queries=2), prefill.Tile(span=256))
 
 
@@ -55,10 +58,6 @@ def inputs(seed: Any, batch: int, tokens: int, entries: int, packed: bool = True
     return q, row, weights, visible, chosen.reshape(batch, tokens, pool)
 
 
-def _bf16(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
-
-
 def bounds(q: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Least and greatest score of one query [I, J] against keys [S, J]."""
     parts = [_bounds(q, keys[i : i + PART], weights) for i in range(0, len(keys), PART)]
@@ -67,13 +66,13 @@ def bounds(q: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> tuple[np.nda
 
 def _bounds(q: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     dot = keys @ q.T
-    low = high = _bf16(np.maximum(_bf16(dot), 0) * weights)
+    low = high = bfloat16(np.maximum(bfloat16(dot), 0) * weights)
     if not _exact(q, keys):
         error = WIDTH * ROUNDING * (np.abs(keys) @ np.abs(q).T)
-        hits = [_bf16(np.maximum(_bf16(dot + e), 0) * weights) for e in (-error, error)]
+        hits = [bfloat16(np.maximum(bfloat16(dot + e), 0) * weights) for e in (-error, error)]
         low, high = np.minimum(*hits), np.maximum(*hits)
     rest = (len(weights) - 1) * ROUNDING * np.maximum(np.abs(low), np.abs(high)).sum(1)
-    return _bf16(low.sum(1) - rest), _bf16(high.sum(1) + rest)
+    return bfloat16(low.sum(1) - rest), bfloat16(high.sum(1) + rest)
 
 
 def _exact(q: np.ndarray, keys: np.ndarray) -> bool:
@@ -91,26 +90,11 @@ def _step(x: np.ndarray) -> float:
     return float(np.min(2.0 ** (exponent - 24) * (whole & -whole)))
 
 
-def values(keys: Any) -> np.ndarray:
-    """float64 keys of rows."""
-    keys = np.asarray(keys)
-    if keys.dtype != np.uint8:
-        return keys.astype(np.float64)
-    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    pairs = np.stack([keys[..., :64] & 15, keys[..., :64] >> 4], -1).reshape(*keys.shape[:-1], -1)
-    return table[pairs] * np.repeat(2.0 ** (keys[..., 64:].astype(np.int64) - 127), 32, axis=-1)
-
-
-def _sample(queries: int) -> np.ndarray:
-    """The first, the last and six queries between."""
-    return np.unique(np.linspace(0, queries - 1, 8).astype(int))
-
-
 def _rows(given: tuple[Any, ...]):
     """Of a sample of queries: their number, keys, entries and the bounds of their scores in that order."""
     q, keys, weights, visible = (np.asarray(x) for x in given[:4])
     tokens = q.shape[1]
-    for r in _sample(visible.size):
+    for r in oracle64.sample(visible.size, CHECKED):
         b, t = divmod(int(r), tokens)
         entries = np.arange(visible[b, t])
         if len(given) > 4:
@@ -119,7 +103,7 @@ def _rows(given: tuple[Any, ...]):
         seen = (entries >= 0) & (entries < visible[b, t])
         low = high = np.full(len(entries), -np.inf)
         if seen.any():
-            found = values(keys[b, entries[seen]])
+            found = oracle64.cached_rows(keys[b, entries[seen]], WIDTH)
             nan = np.isnan(found).any(1)
             given_bounds = bounds(
                 q[b, t].astype(np.float64), np.where(nan[:, None], 0, found), weights[b, t].astype(np.float64)
@@ -201,7 +185,7 @@ def _scores(name: str, shape: tuple, reference: Callable, **options: Any) -> Cas
     def sampled(*x: jax.Array, tile: kernel.Tile | None = None, interpret: bool = False) -> tuple:
         """Of all scores and maxima those of a few queries: what is checked."""
         levels = kernel.scores(*x, tile=tile, interpret=interpret)
-        return tuple(level[jnp.asarray(_sample(batch * tokens))] for level in levels)
+        return tuple(level[jnp.asarray(oracle64.sample(batch * tokens, CHECKED))] for level in levels)
 
     key_bytes = (68 if not rest or rest[0] else 256) * batch * (seen * tokens if seen < entries else entries)
     return Case(
