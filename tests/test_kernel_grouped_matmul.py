@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BackendError, oracle64
+from pallas_kernels import BackendError, oracle64, ptx
 from pallas_kernels.formats import E2M1_VALUES
 from pallas_kernels.grouped_matmul import cases, experts, fragments, groups, kernel
 
@@ -79,7 +79,7 @@ def test_instructions_decode_every_e2m1_code():
     for byte in range(256):
         word = byte | (byte ^ 0x5A) << 8 | (255 - byte) << 16 | (byte * 7 & 255) << 24
         scale = int(np.array(2.0 ** (126 - 32 - 5), jnp.bfloat16).view(np.uint16))
-        got = pairs(execute(fragments._FP4_TO_BF16, {"$4": word, "$5": scale * 0x10001}), 4)
+        got = pairs(execute(ptx.E2M1_WORD, {"$4": word, "$5": scale * 0x10001}), 4)
         value = E2M1_VALUES[[word >> 4 * i & 15 for i in range(8)]] * 2.0 ** -(5 + 32)
         np.testing.assert_array_equal(got, np.stack([value[:4], value[4:]], axis=-1))
 
@@ -90,7 +90,7 @@ def test_instructions_decode_every_e4m3_code():
             continue  # NaN is not kept
         word = byte | 0x3A << 8 | byte << 16 | byte << 24
         scale = int(np.array(2.0 ** (120 - 32 + 3), jnp.bfloat16).view(np.uint16))
-        got = pairs(execute(fragments._FP8_TO_BF16, {"$2": word, "$3": scale * 0x10001}), 2)
+        got = pairs(execute(ptx.E4M3_WORD, {"$2": word, "$3": scale * 0x10001}), 2)
         value = np.array([word], np.uint32).view(jnp.float8_e4m3fn).astype(np.float64) * 2.0 ** (3 - 32)
         np.testing.assert_array_equal(got, np.stack([value[:2], value[2:]], axis=-1))
 

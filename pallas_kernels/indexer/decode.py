@@ -29,11 +29,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Int32, Shaped
 
 from pallas_kernels import BackendError
 from pallas_kernels.formats import cast, e8m0_value
+from pallas_kernels.ptx import e2m1_nibbles, elementwise
 
 FP4_ROW, BYTES = 68, 64  # bytes of a packed row, of its codes
 EXPONENT = 64  # keys are read as 2**-64 of their value: room for large scales beside E2M1's subnormal bfloat16 form
@@ -59,12 +59,10 @@ MANY = Tile(span=2048, queries=8)  # where `prefill` cannot run
 
 # Four bytes to 16 bits each, two a register.
 _WIDEN = "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;"
-# Low (high) nibbles of two bytes to values times the scales $2, two bfloat16 a register. The product by 0x1040 (0x104)
-# copies a nibble to bits 6.. and 12..: sign to bit 15, the other bits to 6..8, where they read as 2^-126 of the E2M1
-# value; the mask drops the rest.
-_UNPACK = """{{ .reg .b32 a; and.b32 a, $1, {}; mul.lo.u32 a, a, {}; and.b32 a, a, 0x81C081C0;
-mul.rn.bf16x2 $0, a, $2; }}"""
-_NIBBLES = (_UNPACK.format("0x000F000F", "0x1040"), _UNPACK.format("0x00F000F0", "0x104"))
+# Low (high) nibbles of two bytes to values times the scales $2, two bfloat16 a register.
+_NIBBLES = tuple(
+    f"{{ .reg .b32 a; {e2m1_nibbles('a', '$1', high)}\nmul.rn.bf16x2 $0, a, $2; }}" for high in (False, True)
+)
 # Two sums $2, $3 and their weights $4: both rounded and rectified in one instruction, both multiplied in one.
 _HIT = """{ .reg .b32 t; cvt.rn.relu.bf16x2.f32 t, $3, $2; mul.rn.bf16x2 t, t, $4;
 shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }"""
@@ -80,17 +78,11 @@ def unpack(codes: Array, scales: Array, interpret: bool) -> tuple[Array, Array]:
     exponent = jnp.minimum(scales.astype(jnp.int32) + (126 - EXPONENT), 255)
     factor = lax.bitcast_convert_type((exponent << 7).astype(jnp.int16), jnp.bfloat16)
     factor = jnp.broadcast_to(factor[..., None], (rows, 4, BYTES // 4)).reshape(rows, BYTES)
-    wide = _asm(_WIDEN, [codes], jnp.int16, "=r,=r,r", 4)
-    even, odd = (_asm(nibble, [wide, factor], jnp.bfloat16, "=r,r,r", 2) for nibble in _NIBBLES)
+    wide = elementwise(_WIDEN, [codes], jnp.int16, constraints="=r,=r,r", pack=4)
+    even, odd = (
+        elementwise(nibbles, [wide, factor], jnp.bfloat16, constraints="=r,r,r", pack=2) for nibbles in _NIBBLES
+    )
     return even, odd
-
-
-def _asm(text: str, args: list[Array], dtype: DTypeLike, constraints: str, pack: int) -> Array:
-    """Inline PTX on `pack` elements at a time."""
-    shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
-    return plt.elementwise_inline_asm(text, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape])[
-        0
-    ]
 
 
 def _value(code: Array) -> Array:
@@ -104,7 +96,8 @@ def hits(dot: Array, weights: Array, interpret: bool) -> Array:
     if interpret:
         hit = jnp.maximum(cast(dot, jnp.bfloat16), 0).astype(jnp.float32) * weights.astype(jnp.float32)
         return cast(hit, jnp.bfloat16).astype(jnp.float32)
-    return _asm(_HIT, [dot, jnp.broadcast_to(weights, dot.shape)], jnp.float32, "=f,=f,f,f,r", 2)
+    given = [dot, jnp.broadcast_to(weights, dot.shape)]
+    return elementwise(_HIT, given, jnp.float32, constraints="=f,=f,f,f,r", pack=2)
 
 
 def operand_order(x: Array) -> Array:

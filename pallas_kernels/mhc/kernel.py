@@ -25,7 +25,6 @@ Left of it (ncu): 8 warps an SM wait for loads, L2 at 70 % of its throughput, DR
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -37,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float, Float32
 
-from pallas_kernels import BackendError
+from pallas_kernels import BackendError, ptx
 from pallas_kernels.formats import cast
 from pallas_kernels.mhc import stream
 from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
@@ -97,27 +96,6 @@ def _rows(block: Array, size: int, tokens: int) -> Array:
     return jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), tokens - 1)
 
 
-def _asm(instruction: str, plain: Callable[..., Array], *args: Array, interpret: bool) -> Array:
-    """One float32 instruction of PTX, elementwise; interpret mode has only its plain twin."""
-    shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
-    args = tuple(jnp.broadcast_to(arg, shape) for arg in args)
-    if interpret:
-        return plain(*args)
-    places = ", ".join(f"${i}" for i in range(len(args) + 1))
-    return plt.elementwise_inline_asm(
-        f"{instruction} {places};",
-        args=args,
-        constraints="=f" + ",f" * len(args),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-    )[0]
-
-
-# Triton under XLA contracts no product and sum by itself, and that is most of the sweep's arithmetic.
-_fma = partial(_asm, "fma.rn.f32", lambda a, b, c: a * b + c)
-_reciprocal = partial(_asm, "rcp.approx.ftz.f32", lambda x: 1.0 / x)
-
-
 def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: bool):
     """One block of rows and columns. Unfused, the streams stand as they are: only the sums for their coefficients.
 
@@ -133,7 +111,7 @@ def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: 
     count, fn_shape = fn_ref.shape[0] // 2, (2 * RECORD, tile.columns)
     fn_row = lax.broadcasted_iota(jnp.int32, fn_shape, 0)
     fn_row = fn_row // 8 % 2 * count + jnp.minimum(fn_row // 16 * 8 + fn_row % 8, count - 1)
-    fma = partial(_fma, interpret=interpret)
+    fma = partial(ptx.fma, interpret=interpret)
     if fused:
         (y_ref, post_ref, comb_ref, mix_ref), (new_ref, read_ref) = given, refs[-3:-1]
         post = [post_ref[rows, j][None, :] for j in every]
@@ -219,7 +197,7 @@ def _coefficients(refs, rows: Array, *, tile: Tile, sizes, streams: int, width: 
     count = streams * (streams + 2)
     scale, base = [scale_ref[i] for i in range(3)], [base_ref[i] for i in range(count)]  # before any store
     number = (_sums_of_lanes if tile.lanes else _sums_of_one)(part_ref, rows, wanted(streams), chunks)
-    reciprocal = partial(_reciprocal, interpret=interpret)
+    reciprocal = partial(ptx.reciprocal, interpret=interpret)
     pre, post, comb = mixes(number, scale, base, streams=streams, width=width, sizes=sizes, reciprocal=reciprocal)
     for j in range(streams):
         pre_ref[rows, j] = pre[j]

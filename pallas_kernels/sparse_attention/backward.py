@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas_kernels.sparse_attention.forward import LOG2E
+from pallas_kernels.ptx import LOG2E
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ from jax.extend.mlir import ir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from pallas_kernels.ptx import LOG2E
 from pallas_kernels.sparse_attention.reference import LEAST
 from pallas_kernels.sparse_attention.rows import KEYS, LISTS, SWIZZLED, Format, produce, slot_of
 
-LOG2E = 1.4426950408889634
 PARTS = 2  # accumulators of a consumer; with one, of 256 columns, the compiler wants more than 128 registers a thread
 
 

@@ -35,6 +35,7 @@ from jax.extend.mlir.dialects import vector
 from jaxtyping import Array, Shaped
 
 from pallas_kernels import BackendError
+from pallas_kernels.ptx import PAIRS, e2m1_nibbles, e4m3_bytes
 from pallas_kernels.sparse_attention.reference import gather
 
 KEYS = 64  # rows of a block
@@ -97,16 +98,6 @@ def _copy_bf16(count: int) -> list[str]:
 # Lanes of a quarter warp take four keys, and two chunks whose places differ in bit 2: no bank is hit twice.
 _KEY = "shr.u32 r, t, 5; shl.b32 r, r, 2; shr.u32 x, lane, 1; and.b32 x, x, 3; add.u32 r, r, x;"
 _VALUES = ".reg .b32 y<4>, o<4>, s0, s1, s, a, b, to; .reg .b16 h0, h1; .reg .f32 f0, f1; .reg .b64 more, sc;"
-_PAIRS = ("0x5410", "0x7632")  # byte permutations: the low halves of two registers, the high halves
-
-
-def _field(out: str, word: str, up: int, mask: int, sign_up: int) -> list[str]:
-    """out = bits of two codes in place: exponent and mantissa moved by `up`, the sign by `sign_up`."""
-    move = f"shl.b32 a, {word}, {up};" if up >= 0 else f"shr.u32 a, {word}, {-up};"
-    return [
-        f"{move} shl.b32 b, {word}, {sign_up}; and.b32 b, b, 0x80008000;",
-        f"lop3.b32 {out}, a, {mask}, b, 0xEA;",
-    ]
 
 
 def _scaled(values: list[str], *factors: str) -> list[str]:
@@ -114,15 +105,12 @@ def _scaled(values: list[str], *factors: str) -> list[str]:
 
 
 def _nvfp4_word(word: str, scale: str) -> list[str]:
-    """Eight codes: nibbles i and i + 4 share a register. A product with two powers of two moves exponent and mantissa
-    to bits 6 to 8 and the sign to bit 15 at once. Then neighbours are paired."""
+    """Eight codes: nibbles i and i + 4 share a register. Then neighbours are paired."""
     lines = [f"shr.u32 b, {word}, 8;"]
-    for i in range(4):
-        source, nibble, move = (word, "b")[i // 2], (0x000F000F, 0x00F000F0)[i % 2], (0x1040, 0x0104)[i % 2]
-        lines += [f"and.b32 a, {source}, {nibble}; mul.lo.u32 a, a, {move}; and.b32 y{i}, a, 0x81C081C0;"]
+    lines += [e2m1_nibbles(f"y{i}", (word, "b")[i // 2], bool(i % 2)) for i in range(4)]
     lines += _scaled(["y0", "y1", "y2", "y3"], scale)
     return lines + [
-        f"prmt.b32 o{2 * high + low}, y{2 * low}, y{2 * low + 1}, {_PAIRS[high]};" for high in (0, 1) for low in (0, 1)
+        f"prmt.b32 o{2 * high + low}, y{2 * low}, y{2 * low + 1}, {PAIRS[high]};" for high in (0, 1) for low in (0, 1)
     ]
 
 
@@ -207,9 +195,9 @@ def _unpack_fp8(count: int) -> list[str]:
             for q in range(2):
                 for i in range(2):
                     word = f"v{k}{again}_{2 * q + i}"
-                    body += _field("y0", word, 4, 0x07F007F0, 8) + _field("y1", word, -4, 0x07F007F0, 0)
+                    body += e4m3_bytes("y0", word, False) + e4m3_bytes("y1", word, True)
                     body += _scaled(["y0", "y1"], "power", "s")
-                    body += [f"prmt.b32 o{2 * i + high}, y0, y1, {_PAIRS[high]};" for high in (0, 1)]
+                    body += [f"prmt.b32 o{2 * i + high}, y0, y1, {PAIRS[high]};" for high in (0, 1)]
                 place = k * 8 * TILE + again * 2 * TILE
                 body += [f"xor.b32 to, at, {16 * q}; st.shared.v4.b32 [to + {place}], {{o0, o1, o2, o3}};"]
     bits = 127 + 120 - DOWN << 7

@@ -19,9 +19,8 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
+from pallas_kernels.ptx import LOG2E
 from pallas_kernels.sparse_attention.reference import LEAST
-
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
