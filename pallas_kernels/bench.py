@@ -52,7 +52,13 @@ from pallas_kernels.case import Case
 Run = Callable[[int], None]
 HERE = Path(__file__).parent
 L2_BYTES = 160 << 20  # inputs rotate over more than this: several times what a GPU's L2 cache keeps
-COPY = Case("copy", lambda _: (jnp.ones(1 << 28, jnp.float32),), lambda x: x + 1, lambda x: x + 1, lambda _, __: [])
+COPY = Case(
+    name="copy",
+    inputs=lambda _: (jnp.ones(1 << 28, jnp.float32),),
+    kernel=lambda x: x + 1,
+    reference=lambda x: x + 1,
+    problems=lambda _, __: [],
+)
 SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}  # no call overlaps the one before it
 REPEATS = {True: "ok", None: "ok, runs may differ", False: "runs differ"}
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """`inputs(seed)` makes fresh ones; with jax.random, `jax.eval_shape` has their shapes without making them.
     `kernel` and `reference` take the arrays of `inputs`; `kernel` also takes `tile=` and `interpret=`.

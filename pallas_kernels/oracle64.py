@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.formats import GROUP, NVFP4_GROUP
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
 
@@ -35,13 +37,13 @@ def e2m1(packed: Any) -> np.ndarray:
 
 def mxfp4(packed: Any, scale: Any) -> np.ndarray:
     """E2M1 pairs with one E8M0 scale per 32 columns."""
-    return e2m1(packed) * np.repeat(e8m0(scale), 32, axis=-1)
+    return e2m1(packed) * np.repeat(e8m0(scale), GROUP, axis=-1)
 
 
 def fp8_blocks(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """E4M3 [N, K] with one E8M0 scale per block of 32 x 32."""
     rows, columns = weight.shape
-    return weight.astype(np.float64) * np.repeat(np.repeat(e8m0(scale), 32, 0)[:rows], 32, 1)[:, :columns]
+    return weight.astype(np.float64) * np.repeat(np.repeat(e8m0(scale), GROUP, 0)[:rows], GROUP, 1)[:, :columns]
 
 
 def cached_rows(row: np.ndarray, channels: int) -> np.ndarray:
@@ -50,12 +52,12 @@ def cached_rows(row: np.ndarray, channels: int) -> np.ndarray:
         row = row.view(jnp.bfloat16)
     if row.dtype != np.uint8:
         return row.astype(np.float64)
-    if row.shape[-1] == channels + channels // 32:
-        return E4M3[row[..., :channels]] * np.repeat(e8m0(row[..., channels:]), 32, axis=-1)
+    if row.shape[-1] == channels + channels // GROUP:
+        return E4M3[row[..., :channels]] * np.repeat(e8m0(row[..., channels:]), GROUP, axis=-1)
     pairs, scale = row[..., : channels // 2], row[..., channels // 2 :]
-    if scale.shape[-1] == channels // 32:
+    if scale.shape[-1] == channels // GROUP:
         return mxfp4(pairs, scale)
-    return e2m1(pairs) * np.repeat(E4M3[scale], 16, axis=-1)
+    return e2m1(pairs) * np.repeat(E4M3[scale], NVFP4_GROUP, axis=-1)
 
 
 def sample(count: int, size: int) -> np.ndarray:

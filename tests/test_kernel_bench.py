@@ -76,7 +76,9 @@ def double(x, _):
     return x + x
 
 
-DOUBLE = Case("double", draw, double, double, wrong_rows, flops=32.0, nbytes=256.0)
+DOUBLE = Case(
+    name="double", inputs=draw, kernel=double, reference=double, problems=wrong_rows, flops=32.0, nbytes=256.0
+)
 RATES = {"copy_tb_s": 4.0, "matmul_tflop_s": 800.0}
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.topk.cases import best
 
 def one(seed: int, pool: int = 0) -> tuple:
     """Three queries and 200 entries."""
-    return cases.inputs(seed, 1, 3, 200, True, pool)
+    return cases.inputs(seed, cases.Shape(tokens=3, entries=200, pool=pool))
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
@@ -99,7 +99,7 @@ def test_what_no_kernel_takes_is_refused_in_one_line():
 
 @pytest.mark.parametrize("blocks", [6, 16, 48])  # a part of a tile, one tile, three: no whole span
 def test_pools_of_any_length_select_as_the_reference(blocks):
-    given = cases.inputs(blocks, 2, 2, 500, True, blocks)
+    given = cases.inputs(blocks, cases.Shape(batch=2, tokens=2, entries=500, pool=blocks))
     want = reference.select(*given, count=40)
     found = kernel.select(*given, count=40, tile=cases.TINY, interpret=True)
     np.testing.assert_array_equal(found[0], want[0])

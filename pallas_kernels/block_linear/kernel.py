@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels import BackendError
 from pallas_kernels.grouped_matmul.fragments import CHUNK, FP8, ROWS
 from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
-from pallas_kernels.target import choose_tile
+from pallas_kernels.target import choose_tile, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,13 @@ class Tiles:
     many: Tile
 
 
-H200 = Tiles(Tile((16, 32, 64), chunks=1, stages=4), Tile((128,), chunks=1, stages=3))
+H200 = Tiles(
+    few=Tile(widths=(16, 32, 64), chunks=1, stages=4),
+    many=Tile(widths=(128,), chunks=1, stages=3),
+)
 B300 = Tiles(
-    Tile((16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=148),
-    Tile((64,), chunks=1, stages=4, wgmma=False, blocks=148),
+    few=Tile(widths=(16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=multiprocessors("sm_103")),
+    many=Tile(widths=(64,), chunks=1, stages=4, wgmma=False, blocks=multiprocessors("sm_103")),
 )
 
 

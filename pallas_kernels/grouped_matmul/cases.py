@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import oracle64
 from pallas_kernels.case import Case
-from pallas_kernels.formats import cast, dequantize_fp4
+from pallas_kernels.formats import GROUP, cast, dequantize_fp4
 from pallas_kernels.grouped_matmul import kernel, reference
 from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import plan_of
@@ -29,12 +29,12 @@ def _weight(key: jax.Array, shape: tuple[int, int, int]) -> tuple[jax.Array, jax
     """Random codes [E, R, K / 2], and scales that give sums of unit size."""
     codes, scales = jax.random.split(key)
     middle = 124 - (shape[2].bit_length() - 1) // 2
-    spread = jax.random.randint(scales, (*shape[:2], shape[2] // 32), middle - 1, middle + 2)
+    spread = jax.random.randint(scales, (*shape[:2], shape[2] // GROUP), middle - 1, middle + 2)
     return jax.random.bits(codes, (*shape[:2], shape[2] // 2), jnp.uint8), spread.astype(jnp.uint8)
 
 
 def _quantize64(x: np.ndarray) -> np.ndarray:
-    groups = x.reshape(*x.shape[:-1], -1, 32)
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
     scale = 2.0 ** np.ceil(np.log2(np.maximum(np.abs(groups).max(-1, keepdims=True), 1e-4) / 448))
     codes = np.clip(groups / scale, -448, 448).astype(jnp.float8_e4m3fn).astype(np.float64)
     return (codes * scale).reshape(x.shape)
@@ -53,7 +53,7 @@ def _sizes(key: jax.Array, experts: int, busy: int, rows: int) -> jax.Array:
 
 
 def _grouped(
-    name: str, launch: str, experts: int, busy: int, rows: int, wide: int, inner: int, tile: Tile | None = None
+    name: str, launch: str, *, experts: int, busy: int, rows: int, wide: int, inner: int, tile: Tile | None = None
 ) -> Case:
     """One launch: "up", with w1 and w3 [E, wide, inner], or "down", with w2."""
     total = rows * busy if busy < experts else rows
@@ -117,25 +117,26 @@ def _grouped(
     touched = min(busy, total) * matrices * wide * inner * 17 / 32
     nbytes = touched + 2.0 * total * (inner + wide)
     return Case(
-        name,
-        lambda seed: draw(jax.random.key(seed)),
-        run,
-        plain,
-        problems,
-        2.0 * total * matrices * wide * inner,
-        nbytes,
+        name=name,
+        inputs=lambda seed: draw(jax.random.key(seed)),
+        kernel=run,
+        reference=plain,
+        problems=problems,
+        flops=2.0 * total * matrices * wide * inner,
+        nbytes=nbytes,
     )
 
 
 def _whole(
     name: str,
+    *,
     tokens: int,
     experts: int,
     per_token: int,
     wide: int,
     inner: int,
     idle: int = 0,
-    used: Tile | None = None,
+    tile: Tile | None = None,
 ) -> Case:
     """The operation, routing included; the last `idle` experts get no token."""
 
@@ -170,31 +171,52 @@ def _whole(
     busy = experts * (1 - (1 - per_token / experts) ** tokens)
     nbytes = busy * 3 * wide * inner * 17 / 32 + 6.0 * tokens * inner
     return Case(
-        name,
-        lambda seed: draw(jax.random.key(seed)),
-        partial(run, kernel.experts, tile=used),
-        partial(run, reference.experts),
-        problems,
-        6.0 * rows * wide * inner,
-        nbytes,
+        name=name,
+        inputs=lambda seed: draw(jax.random.key(seed)),
+        kernel=partial(run, kernel.experts, tile=tile),
+        reference=partial(run, reference.experts),
+        problems=problems,
+        flops=6.0 * rows * wide * inner,
+        nbytes=nbytes,
     )
 
 
-_TINY = Tile((8,), warpgroups=1, chunks=1, stages=2, blocks=1)
+_TINY = Tile(widths=(8,), warpgroups=1, chunks=1, stages=2, blocks=1)
 SMALL = (
     _grouped(
-        "w1 and w3, an empty and a ragged group", "up", 3, 2, 13, 128, 512, replace(_TINY, widths=(8, 16), chunks=2)
+        "w1 and w3, an empty and a ragged group",
+        "up",
+        experts=3,
+        busy=2,
+        rows=13,
+        wide=128,
+        inner=512,
+        tile=replace(_TINY, widths=(8, 16), chunks=2),
     ),
-    _grouped("w2, ragged groups", "down", 3, 3, 20, 256, 256, replace(_TINY, warpgroups=2, blocks=2)),
-    _whole("one token", 1, 4, 2, 128, 128, 0, _TINY),
-    _whole("groups of one row, idle experts", 4, 8, 2, 128, 256, 3, _TINY),
+    _grouped(
+        "w2, ragged groups",
+        "down",
+        experts=3,
+        busy=3,
+        rows=20,
+        wide=256,
+        inner=256,
+        tile=replace(_TINY, warpgroups=2, blocks=2),
+    ),
+    _whole("one token", tokens=1, experts=4, per_token=2, wide=128, inner=128, tile=_TINY),
+    _whole(
+        "groups of one row, idle experts", tokens=4, experts=8, per_token=2, wide=128, inner=256, idle=3, tile=_TINY
+    ),
 )
+_up = partial(_grouped, launch="up", experts=384, wide=2304, inner=5120)
+_down = partial(_grouped, launch="down", experts=384, wide=5120, inner=2304)
+_experts = partial(_whole, experts=384, per_token=6, wide=2304, inner=5120)
 MODEL = (
-    _grouped("w1 and w3, 243 experts x 16 rows", "up", 384, 243, 16, 2304, 5120),
-    _grouped("w2, 243 experts x 16 rows", "down", 384, 243, 16, 5120, 2304),
-    _grouped("w1 and w3, 65536 rows", "up", 384, 384, 65536, 2304, 5120),
-    _grouped("w2, 65536 rows", "down", 384, 384, 65536, 5120, 2304),
-    _whole("experts, T = 1", 1, 384, 6, 2304, 5120),
-    _whole("experts, T = 64", 64, 384, 6, 2304, 5120),
-    _whole("experts, T = 8192", 8192, 384, 6, 2304, 5120),
+    _up("w1 and w3, 243 experts x 16 rows", busy=243, rows=16),
+    _down("w2, 243 experts x 16 rows", busy=243, rows=16),
+    _up("w1 and w3, 65536 rows", busy=384, rows=65536),
+    _down("w2, 65536 rows", busy=384, rows=65536),
+    _experts("experts, T = 1", tokens=1),
+    _experts("experts, T = 64", tokens=64),
+    _experts("experts, T = 8192", tokens=8192),
 )

@@ -27,13 +27,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx
+from pallas_kernels.formats import GROUP
 
 ROWS, COLUMNS = 64, 64  # of a fragment
 CHUNK = 128  # columns that are read together
 UNSCALE = 2.0**32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format:
     """How a row of weights is stored, and how 128 columns of 64 rows become two fragments of 64 columns.
 
@@ -269,5 +270,19 @@ def _fp8_fragment(
     return _decode(codes, scales, wgmma, body)
 
 
-FP4 = Format(64, 1, permute_fp4, _fp4_scales, _fp4_read, _fp4_fragment)
-FP8 = Format(128, 32, permute_fp8, _fp8_scales, _fp8_read, _fp8_fragment)
+FP4 = Format(
+    chunk_bytes=64,
+    block_rows=1,
+    permute=permute_fp4,
+    scales=_fp4_scales,
+    read=_fp4_read,
+    fragment=_fp4_fragment,
+)
+FP8 = Format(
+    chunk_bytes=128,
+    block_rows=GROUP,
+    permute=permute_fp8,
+    scales=_fp8_scales,
+    read=_fp8_read,
+    fragment=_fp8_fragment,
+)

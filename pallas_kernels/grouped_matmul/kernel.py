@@ -30,7 +30,7 @@ from pallas_kernels import BackendError
 from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import group
 from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
-from pallas_kernels.target import choose_tile
+from pallas_kernels.target import choose_tile, multiprocessors
 
 FEW = 8  # rows of all experts
 
@@ -45,18 +45,19 @@ class Tiles:
 
 
 H200 = Tiles(
-    Tile((16,), chunks=2, stages=4),
-    (
-        (12.0, Tile((16,), warpgroups=4, chunks=2, stages=3, ahead=0)),
-        (48.0, Tile((16, 32, 64), chunks=2, stages=3)),
-        (inf, Tile((96, 128), chunks=2, stages=2)),
+    few=Tile(widths=(16,), chunks=2, stages=4),
+    others=(
+        (12.0, Tile(widths=(16,), warpgroups=4, chunks=2, stages=3, ahead=0)),
+        (48.0, Tile(widths=(16, 32, 64), chunks=2, stages=3)),
+        (inf, Tile(widths=(96, 128), chunks=2, stages=2)),
     ),
 )
+_B300 = partial(Tile, wgmma=False, blocks=multiprocessors("sm_103"))
 B300 = Tiles(
-    Tile((16,), chunks=2, stages=4, wgmma=False, blocks=148),
-    (
-        (12.0, Tile((16,), warpgroups=4, chunks=2, stages=3, wgmma=False, blocks=148)),
-        (inf, Tile((16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=148)),
+    few=_B300(widths=(16,), chunks=2, stages=4),
+    others=(
+        (12.0, _B300(widths=(16,), warpgroups=4, chunks=2, stages=3)),
+        (inf, _B300(widths=(16, 32, 64), chunks=1, stages=4)),
     ),
 )
 

@@ -39,11 +39,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.fragments import CHUNK, COLUMNS, ROWS, UNSCALE, Format
+from pallas_kernels.target import multiprocessors
 
+REGISTERS = 512  # that an SM has for each of the 128 threads of a warpgroup
+LOADING_REGISTERS = 40  # of a thread that loads
 GRANULE = 8  # tokens: tiles start at multiples of it, and are written in multiples of it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """`widths`: the token counts that a tile may have, ascending multiples of 8; it takes the least that holds it.
 
@@ -56,7 +59,24 @@ class Tile:
     stages: int = 4
     ahead: int = 1
     wgmma: bool = True
-    blocks: int = 132
+    blocks: int = multiprocessors("sm_90")
+
+
+def registers(warpgroups: int) -> int:
+    """Registers of a thread that multiplies: 240, 232, 152, 104 for one to four such warpgroups.
+
+    A launch gives every warpgroup the same part of the SM's, in multiples of 8; the loading one keeps LOADING_REGISTERS
+    of its own, and the others share the rest. More than 240 the compiler has no use for.
+
+        warpgroups 4, one more that loads:   512 / 5 -> 96 at launch       5 * 96 = 480 in all
+        (480 - 40) / 4 = 110 -> 104
+    """
+    launched = (warpgroups + 1) * _eights(REGISTERS // (warpgroups + 1))
+    return min(_eights((launched - LOADING_REGISTERS) // warpgroups), 240)
+
+
+def _eights(count: int) -> int:
+    return count // 8 * 8
 
 
 class Plan(NamedTuple):
@@ -217,7 +237,7 @@ class _Block:
         columns, stored = CHUNK * tile.chunks, self.form.chunk_bytes * tile.chunks
         span = ROWS * tile.warpgroups
         if not self.interpret:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
         def drain(n: Any) -> Any:
             plgpu.barrier_wait(buffers.empty.at[lax.rem(n, tile.stages)])
@@ -254,7 +274,7 @@ class _Block:
     def multiply(self, role: Any) -> None:
         """A multiplying warpgroup."""
         if not self.interpret:
-            plgpu.set_max_registers({1: 240, 2: 232, 3: 152, 4: 104}[self.tile.warpgroups], action="increase")
+            plgpu.set_max_registers(registers(self.tile.warpgroups), action="increase")
 
         def item(ordinal: Any, t: Any, row: Any, split: Any) -> None:
             expert, live = self.plan.expert[t], self.plan.live[t]

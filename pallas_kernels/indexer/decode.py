@@ -40,7 +40,7 @@ EXPONENT = 64  # keys are read as 2**-64 of their value: room for large scales b
 Levels = tuple[BFloat16[Array, "R all"], BFloat16[Array, "R all//8"], BFloat16[Array, "R all//64"]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Keys of a product with one query, half of those with more; most keys of a program, most queries of one; programs
     that fill the GPU, for which spans are cut; warps and pipeline stages."""

@@ -40,7 +40,7 @@ class Tile:
 
 
 H200 = Tile()
-B300 = Tile(decode.B300, decode.MANY, selection.B300)
+B300 = Tile(few=decode.B300, many=decode.MANY, topk=selection.B300)
 TILES = {"sm_90": H200, "sm_103": B300}
 
 

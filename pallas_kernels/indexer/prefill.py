@@ -38,7 +38,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 CHUNKS = plgpu.Layout.TILED(plgpu.Tiling(((16, 8, 8), (4, 8, 8))), (-6,), (-3, -2), -1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Queries of a program (16 n), columns of a product, keys of a program; warpgroups, and key buffers of each."""
 

@@ -20,10 +20,10 @@ from pallas_kernels.oracle64 import beyond, bfloat16, norms, sample
 
 SIZES: dict[str, Any] = {"iterations": 20, "eps": 1e-20, "hc_eps": 1e-6}
 TINY = (
-    kernel.Tile(8, 16, 32, 1, 4, 1, 0, 1, 64, 4),
-    kernel.Tile(50, 16, 32, 2, 4, 1, 8, 2, 64, 4),
-    stream.Tile(136, slices=1, teams=1, stages=3, fn_stages=2, lag=1),
-    stream.Tile(192, slices=1, teams=2, stages=3, fn_stages=2, lag=2),
+    kernel.Tile(limit=8, columns=32, finish_columns=64),
+    kernel.Tile(limit=50, columns=32, steps=2, lanes=8, finish_tokens=2, finish_columns=64),
+    stream.Tile(limit=136, slices=1, teams=1, stages=3, fn_stages=2, lag=1),
+    stream.Tile(limit=192, slices=1, teams=2, stages=3, fn_stages=2, lag=2),
 )
 HALF_STEPS = 40 * 5 * 2.0**-24
 
@@ -122,34 +122,34 @@ def _coefficients(*arrays: jax.Array, **how: Any) -> Any:
     return kernel.coefficients(arrays[0], arrays[9], *arrays[7:9], **SIZES, **how)
 
 
-def _case(name: str, lead: tuple[int, ...], width: int, run: Callable[..., Any] = _site) -> Case:
+def _case(name: str, lead: tuple[int, ...], *, width: int, run: Callable[..., Any] = _site) -> Case:
     tokens, streams = int(np.prod(lead)), 4
     sums = streams * (streams + 2) * streams * width
     alone = run is not _site
     return Case(
-        name,
-        partial(inputs, lead=lead, streams=streams, width=width),
-        run if width > 1024 else partial(run, tile=TINY),
-        (lambda *a: reference.coefficients(a[0], *a[6:9], **SIZES))
+        name=name,
+        inputs=partial(inputs, lead=lead, streams=streams, width=width),
+        kernel=run if width > 1024 else partial(run, tile=TINY),
+        reference=(lambda *a: reference.coefficients(a[0], *a[6:9], **SIZES))
         if alone
         else lambda *a: reference.site(*a[:9], **SIZES),
-        only_coefficients if alone else problems,
+        problems=only_coefficients if alone else problems,
         flops=2.0 * tokens * sums,
         nbytes=2.0 * tokens * width * (streams if alone else 2 * streams + 2) + 4.0 * sums,
     )
 
 
 SMALL = (
-    _case("one-token", (1,), 64),
-    _case("ragged", (2, 9), 128),  # 18 rows in blocks of 16
-    _case("streamed", (2, 68), 64),  # 136 rows in blocks of 64
-    _case("streamed by two", (192,), 64),  # three blocks for two teams
-    _case("coefficients", (5,), 128, _coefficients),
+    _case("one-token", (1,), width=64),
+    _case("ragged", (2, 9), width=128),  # 18 rows in blocks of 16
+    _case("streamed", (2, 68), width=64),  # 136 rows in blocks of 64
+    _case("streamed by two", (192,), width=64),  # three blocks for two teams
+    _case("coefficients", (5,), width=128, run=_coefficients),
 )
 MODEL = (
-    _case("site-8192", (8192,), 5120),
-    _case("site-512", (512,), 5120),
-    _case("site-64", (64,), 5120),
-    _case("site-1", (1,), 5120),
-    _case("coefficients-8192", (8192,), 5120, _coefficients),
+    _case("site-8192", (8192,), width=5120),
+    _case("site-512", (512,), width=5120),
+    _case("site-64", (64,), width=5120),
+    _case("site-1", (1,), width=5120),
+    _case("coefficients-8192", (8192,), width=5120, run=_coefficients),
 )

@@ -43,7 +43,7 @@ from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
 from pallas_kernels.target import choose_tile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Sizes of the two launches for calls of up to `limit` tokens.
 
@@ -52,15 +52,15 @@ class Tile:
     """
 
     limit: int
-    tokens: int
-    columns: int
-    steps: int
-    warps: int
-    stages: int
-    lanes: int
-    finish_tokens: int
-    finish_columns: int
-    finish_warps: int
+    tokens: int = 16
+    columns: int = 64
+    steps: int = 1
+    warps: int = 4
+    stages: int = 1
+    lanes: int = 0
+    finish_tokens: int = 1
+    finish_columns: int = 1024
+    finish_warps: int = 4
     granule: ClassVar[int] = 1  # what the tokens are a multiple of
 
     @property
@@ -69,13 +69,14 @@ class Tile:
         return math.lcm(self.columns * self.steps, self.finish_columns)
 
 
+ANY = 1 << 30  # tokens
 Tiles = tuple[Tile | stream.Tile, ...]  # a call takes the first of a kind it can use that is for so many tokens
 H200: Tiles = (
-    Tile(16, 16, 64, 1, 4, 1, 0, 1, 512, 2),
-    Tile(256, 16, 64, 1, 4, 1, 0, 1, 1024, 4),
-    Tile(1024, 32, 64, 1, 4, 1, 0, 1, 1024, 1),
-    stream.Tile(1 << 30),
-    Tile(1 << 30, 64, 32, 16, 4, 3, 128, 2, 1024, 4),
+    Tile(limit=16, finish_columns=512, finish_warps=2),
+    Tile(limit=256),
+    Tile(limit=1024, tokens=32, finish_warps=1),
+    stream.Tile(limit=ANY),
+    Tile(limit=ANY, tokens=64, columns=32, steps=16, stages=3, lanes=128, finish_tokens=2),
 )
 B300: Tiles = tuple(tile for tile in H200 if isinstance(tile, Tile))  # it has no wgmma
 

@@ -15,7 +15,7 @@ ROWS = 64  # of a tensor core's tile
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Sizes for calls of up to `limit` tokens, of which there are at least 64. Shared memory holds `stages` strips of
     the streams and y, `fn_stages` of fn, and the ring. `registers` of a thread: the four warpgroups share 512."""

@@ -9,7 +9,7 @@ from pallas_kernels.target import use_kernel
 
 __all__ = ["insert", "pack", "width"]
 
-LAYOUTS = tuple(reference.GROUP)
+LAYOUTS = tuple(reference.GROUPS)
 
 
 def pack(
@@ -65,5 +65,5 @@ def insert(
 def _known(layout: str, channels: int) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
-    if channels % reference.GROUP[layout]:
-        raise ValueError(f"x: {channels} channels are not a multiple of {layout}'s group {reference.GROUP[layout]}")
+    if channels % reference.GROUPS[layout]:
+        raise ValueError(f"x: {channels} channels are not a multiple of {layout}'s group {reference.GROUPS[layout]}")

@@ -20,7 +20,7 @@ EPS = 1e-20
 SLACK = 2.0**-20  # float32 of a norm's sum and product, of an angle's cosine, of a rotation: a few times 2**-23 each
 
 
-def inputs(seed: int, batch: int, tokens: int, channels: int, layout: str, slots: int) -> tuple[Any, ...]:
+def inputs(seed: int, *, batch: int, tokens: int, channels: int, layout: str, slots: int) -> tuple[Any, ...]:
     """Rows of many sizes, one of them zeros; positions up to a million; a slot for most tokens, none for some; a store
     of random bytes."""
     keys = iter(jax.random.split(jax.random.key(seed), 6))
@@ -64,7 +64,7 @@ def nearest(x: np.ndarray, grid: np.ndarray) -> np.ndarray:
 
 def codes(rows: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
     """(signed codes [K, groups, size], scale bytes [K, groups]) of bfloat16 values, from the formats' tables."""
-    groups = rows.reshape(len(rows), -1, reference.GROUP[layout])
+    groups = rows.reshape(len(rows), -1, reference.GROUPS[layout])
     amax = np.maximum(np.abs(groups).max(2), np.float32(reference.FLOOR[layout]))
     if layout == "nvfp4":
         scale = nearest(amax / 6, E4M3[:127])
@@ -107,29 +107,30 @@ def problems(given: tuple[Any, ...], output: Any, layout: str) -> list[str]:
     return found
 
 
-def _case(name: str, batch: int, tokens: int, channels: int, layout: str, slots: int) -> Case:
+def case(name: str, layout: str, *, batch: int, tokens: int, channels: int, slots: int) -> Case:
+    """`insert` of tokens into a store of `slots` rows a sequence."""
     how: dict[str, Any] = {"eps": EPS, "layout": layout}
     row = reference.width(channels, layout)
     return Case(
-        name,
-        partial(inputs, batch=batch, tokens=tokens, channels=channels, layout=layout, slots=slots),
-        partial(kernel.insert, **how),
-        partial(reference.insert, **how),
-        partial(problems, layout=layout),
+        name=name,
+        inputs=partial(inputs, batch=batch, tokens=tokens, channels=channels, layout=layout, slots=slots),
+        kernel=partial(kernel.insert, **how),
+        reference=partial(reference.insert, **how),
+        problems=partial(problems, layout=layout),
         nbytes=float(batch * tokens * (2 * channels + row + 8)),
     )
 
 
 SMALL = (
-    _case("window", 2, 9, 128, "fp8", 12),
-    _case("main", 1, 11, 128, "nvfp4", 16),
-    _case("index", 3, 3, 128, "mxfp4", 5),
+    case("window", "fp8", batch=2, tokens=9, channels=128, slots=12),
+    case("main", "nvfp4", batch=1, tokens=11, channels=128, slots=16),
+    case("index", "mxfp4", batch=3, tokens=3, channels=128, slots=5),
 )
 MODEL = (
-    _case("window-8192", 1, 8192, 512, "fp8", 8192),
-    _case("main-8192", 1, 8192, 512, "nvfp4", 65536),
-    _case("index-8192", 1, 8192, 128, "mxfp4", 65536),
-    _case("window-128x1", 128, 1, 512, "fp8", 132),
-    _case("main-128x1", 128, 1, 512, "nvfp4", 4096),
-    _case("index-1x1", 1, 1, 128, "mxfp4", 65536),
+    case("window-8192", "fp8", batch=1, tokens=8192, channels=512, slots=8192),
+    case("main-8192", "nvfp4", batch=1, tokens=8192, channels=512, slots=65536),
+    case("index-8192", "mxfp4", batch=1, tokens=8192, channels=128, slots=65536),
+    case("window-128x1", "fp8", batch=128, tokens=1, channels=512, slots=132),
+    case("main-128x1", "nvfp4", batch=128, tokens=1, channels=512, slots=4096),
+    case("index-1x1", "mxfp4", batch=1, tokens=1, channels=128, slots=65536),
 )

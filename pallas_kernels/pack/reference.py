@@ -9,18 +9,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from pallas_kernels.formats import GROUP, NVFP4_GROUP
 from pallas_kernels.norm import rmsnorm
 from pallas_kernels.quantize import FLOOR, pack_fp8, pack_mxfp4, pack_nvfp4
 from pallas_kernels.rotary import rotate
 
-__all__ = ["FLOOR", "GROUP", "insert", "pack", "width"]
+__all__ = ["FLOOR", "GROUPS", "insert", "pack", "width"]
 
-GROUP = {"fp8": 32, "nvfp4": 16, "mxfp4": 32}
+GROUPS = {"fp8": GROUP, "nvfp4": NVFP4_GROUP, "mxfp4": GROUP}
 PACK = {"fp8": pack_fp8, "nvfp4": pack_nvfp4, "mxfp4": pack_mxfp4}
 
 
 def width(channels: int, layout: str) -> int:
-    return (channels if layout == "fp8" else channels // 2) + channels // GROUP[layout]
+    return (channels if layout == "fp8" else channels // 2) + channels // GROUPS[layout]
 
 
 def pack(

@@ -47,6 +47,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.sparse_attention.reference import LEAST
 from pallas_kernels.sparse_attention.rows import KEYS, LISTS, SWIZZLED, Format, produce, slot_of
+from pallas_kernels.target import multiprocessors
 
 PARTS = 2  # accumulators of a consumer; with one, of 256 columns, the compiler wants more than 128 registers a thread
 
@@ -56,7 +57,7 @@ class Tile:
     """How many programs stay resident, and the registers of a thread: two consumer and two producer warpgroups share
     the 65,536 of an SM, so consumer + producer <= 256."""
 
-    programs: int = 132
+    programs: int = multiprocessors("sm_90")
     consumer_registers: int = 200
     producer_registers: int = 56
 
@@ -73,7 +74,7 @@ class Source:
     ids: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What the programs share. An item is one of the `splits` equal parts of a query's keys; program p has the items
     p, p + programs, ...; the blocks of all its items are its steps 0, 1, ..."""
@@ -385,7 +386,15 @@ def attend(
     """Tables [B S, row] and ids [T, K] of each source. With one split: o [1, T, N, H] and lse [1, T, N]. With more,
     which divide the blocks of keys: accumulators, maxima (base 2) and totals of each split, without the sink."""
     queries, heads, width = q.shape
-    work = Work(sources, queries, splits, queries_per_entry, scale, interpret, tile)
+    work = Work(
+        sources=sources,
+        queries=queries,
+        splits=splits,
+        queries_per_entry=queries_per_entry,
+        scale=scale,
+        interpret=interpret,
+        tile=tile,
+    )
     n = len(sources)
     stats = jax.ShapeDtypeStruct((splits, queries, heads), jnp.float32)
     o = jax.ShapeDtypeStruct((splits, queries, heads, width), out_dtype if splits == 1 else jnp.float32)

@@ -38,7 +38,7 @@ def _whole_blocks(ids: Int32[Array, "B T K"]) -> Int32[Array, "queries padded"]:
     return ids.reshape(-1, ids.shape[-1])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     """What a call of the kernel is beside its arrays."""
 
@@ -157,6 +157,13 @@ def sparse_attention(
     if not sets:
         return jnp.zeros(q.shape, out_dtype), jnp.broadcast_to(sink, q.shape[:-1])
     tables, ids = tuple(rows for rows, *_ in sets), tuple(taken for _, taken, _ in sets)
-    call = _Call(q.shape[1], scale, tuple(unpack for *_, unpack in sets), tile, interpret, out_dtype)
+    call = _Call(
+        time=q.shape[1],
+        scale=scale,
+        unpacks=tuple(unpack for *_, unpack in sets),
+        tile=tile,
+        interpret=interpret,
+        out_dtype=out_dtype,
+    )
     o, lse = _attend(call, q.reshape(-1, *q.shape[2:]), tables, ids, sink)
     return o.reshape(q.shape), lse.reshape(q.shape[:-1])

@@ -35,6 +35,7 @@ from jax.extend.mlir.dialects import vector
 from jaxtyping import Array, Shaped
 
 from pallas_kernels import BackendError
+from pallas_kernels.formats import GROUP, NVFP4_GROUP
 from pallas_kernels.ptx import PAIRS, e2m1_nibbles, e4m3_bytes
 from pallas_kernels.sparse_attention.reference import gather
 
@@ -138,7 +139,7 @@ def _load_nvfp4(count: int) -> list[str]:
     )
     for k in range(KEYS // 16):
         body += _lines(
-            _row(k, count, HEAD // 2 + HEAD // 16),
+            _row(k, count, HEAD // 2 + HEAD // NVFP4_GROUP),
             f".reg .b32 codes{k}; mov.b32 codes{k}, 0; mad.wide.u32 more, c, 16, src; mad.wide.u32 sc, c, 2, src;",
             _load(f"v{k}", "more"),
             f"@valid ld.global.b16 codes{k}, [sc + {HEAD // 2}];",
@@ -184,7 +185,7 @@ def _unpack_fp8(count: int) -> list[str]:
     for again in range(2):
         for k in range(KEYS // 16):
             body += _lines(
-                _row(k, count, HEAD + HEAD // 32),
+                _row(k, count, HEAD + HEAD // GROUP),
                 "mad.wide.u32 more, c, 16, src; cvt.u64.u32 sc, x; add.u64 sc, sc, src;",
                 _load(f"v{k}{again}", f"more + {128 * again}"),
                 f".reg .b32 s{k}{again}; mov.b32 s{k}{again}, 0;",
@@ -250,8 +251,8 @@ def row_format(rows: Shaped[Array, "B S row"], channels: int) -> Format:
     known = {
         ("bfloat16", channels): "bf16",
         ("uint8", 2 * channels): "bf16",
-        ("uint8", channels + channels // 32): "fp8",
-        ("uint8", channels // 2 + channels // 16): "nvfp4",
+        ("uint8", channels + channels // GROUP): "fp8",
+        ("uint8", channels // 2 + channels // NVFP4_GROUP): "nvfp4",
     }
     if (name, width) not in known:
         wanted = ", ".join(f"{dtype}[{size}]" for dtype, size in known)

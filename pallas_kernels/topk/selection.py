@@ -38,7 +38,7 @@ VALUES = 1 << 15  # of one step at most: packed counts have 16 bits
 FLOOR, TOP = -0x7F800001, 0x7F800000  # keys of -inf and +inf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Values of a step in one thread, least and most warps of a step; entries and warps of a program of `maxima`."""
 
