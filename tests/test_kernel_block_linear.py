@@ -10,7 +10,7 @@ from dsv41_jax.quant import numerics
 from pallas_kernels import BackendError
 from pallas_kernels.block_linear import block_diagonal, block_linear, cases, kernel
 from pallas_kernels.formats import cast, dequantize_fp8
-from pallas_kernels.grouped_matmul import fragments
+from pallas_kernels.hopper import fragments
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)

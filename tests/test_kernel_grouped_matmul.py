@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels import BackendError, oracle64, ptx
 from pallas_kernels.formats import E2M1_VALUES
-from pallas_kernels.grouped_matmul import cases, experts, fragments, groups, kernel
+from pallas_kernels.grouped_matmul import cases, experts, groups, kernel
+from pallas_kernels.hopper import fragments
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)

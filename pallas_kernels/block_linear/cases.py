@@ -14,7 +14,7 @@ from pallas_kernels import oracle64
 from pallas_kernels.block_linear import kernel, reference
 from pallas_kernels.case import Case
 from pallas_kernels.formats import GROUP
-from pallas_kernels.grouped_matmul.stream import Tile
+from pallas_kernels.hopper.stream import Tile
 
 CHECKED = 64  # rows of x of a large case
 TOLERANCE = 2.0**-8  # of a row's norm: rounding to bfloat16 is at most half of it

@@ -6,7 +6,7 @@ times the bytes: 109 us for 1280 -> 32768 with 64 rows on an H200, where the flo
 **Numerics.** E4M3 times a power of two is exact in bfloat16; products and sums are float32, rounded once. With `splits`
 the columns are summed in parts, and those in ascending order. E4M3 NaN codes read as 480.
 
-**Tiling.** `grouped_matmul.stream`, whose experts are the row blocks of `block_diagonal`, one of a whole matrix: a
+**Tiling.** `hopper.stream`, whose experts are the row blocks of `block_diagonal`, one of a whole matrix: a
 block of threads takes 256 rows of the matrix, 128 for each
 multiplying warpgroup, and all rows of x up to the tile's width. A matrix of fewer rows than `blocks` x 256 would leave
 multiprocessors idle, so its columns are split, and XLA adds the parts. Many rows of x: neighbouring blocks of threads
@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import BackendError
-from pallas_kernels.grouped_matmul.fragments import CHUNK, FP8, ROWS
-from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
+from pallas_kernels.hopper.fragments import CHUNK, FP8, ROWS
+from pallas_kernels.hopper.stream import Plan, Tile, stream
 from pallas_kernels.target import choose_tile, multiprocessors
 
 

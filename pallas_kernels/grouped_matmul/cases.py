@@ -14,9 +14,9 @@ from pallas_kernels import oracle64
 from pallas_kernels.case import Case
 from pallas_kernels.formats import GROUP, cast, dequantize_fp4
 from pallas_kernels.grouped_matmul import kernel, reference
-from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import plan_of
-from pallas_kernels.grouped_matmul.stream import Plan, Tile
+from pallas_kernels.hopper.fragments import FP4
+from pallas_kernels.hopper.stream import Plan, Tile
 from pallas_kernels.oracle64 import bfloat16
 from pallas_kernels.quantize import round_fp8
 

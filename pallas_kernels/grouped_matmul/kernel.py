@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import BackendError
-from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import group
-from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
+from pallas_kernels.hopper.fragments import FP4
+from pallas_kernels.hopper.stream import Plan, Tile, stream
 from pallas_kernels.target import choose_tile, multiprocessors
 
 FEW = 8  # rows of all experts

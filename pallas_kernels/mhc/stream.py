@@ -40,8 +40,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.program import COLUMN, Ref, repeat, swizzled
 from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
-from pallas_kernels.mhc.team import COLUMN, ROWS, Arrays, Buffers, Team, Tile, repeat
+from pallas_kernels.mhc.team import ROWS, Arrays, Buffers, Team, Tile
 
 PIECE = 32  # columns of a strip that a thread holds in float32 at a time
 LANES = 8
@@ -68,7 +69,7 @@ def site(
     blocks, halves = -(-tokens // ROWS), fn.shape[0]
     strips, teams = width // tile.step, min(tile.teams, blocks)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         arrays, buffers = Arrays(*refs[: len(Arrays._fields)]), Buffers(*refs[len(Arrays._fields) :])
         program, role = lax.axis_index("program"), lax.axis_index("warpgroup")
         work = _Program(
@@ -94,9 +95,7 @@ def site(
 
             pl.when(role == n)(start)
 
-    swizzle: Any = plgpu.SwizzleTransform
-    tiling: Any = plgpu.TilingTransform  # abstract, as its annotations have it
-    transforms = () if interpret else (tiling((8, tile.columns)), swizzle(2 * tile.columns))
+    transforms = () if interpret else swizzled(tile.columns)
     tiled = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=transforms)
     like = partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     numbers = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
