@@ -11,7 +11,7 @@ from ptx import Machine
 
 from dsv41_jax import quant
 from pallas_kernels import BackendError, oracle64
-from pallas_kernels.sparse_attention import cases, forward, kernel, rows, sparse_attention, triton
+from pallas_kernels.sparse_attention import cases, forward, kernel, row_ptx, sparse_attention, triton
 
 SMALL = {case.name: case for case in cases.SMALL}
 STORED = {"bf16": quant.unpack_bf16, "fp8": quant.unpack_fp8, "nvfp4": quant.unpack_nvfp4}
@@ -65,13 +65,13 @@ def test_ptx_leaves_the_unpacked_rows_in_swizzled_tiles(name, half):
     rng = np.random.default_rng(half)
     count, first, tile, ids_at, table_at = 40, 7, 1024, 40960, 48
     packed = random_rows(rng, name, count + first)
-    unpacked = (oracle64.cached_rows(packed, 512) * 2.0 ** -rows.Format(name).down).astype(ml_dtypes.bfloat16)
+    unpacked = (oracle64.cached_rows(packed, 512) * 2.0 ** -row_ptx.Format(name).down).astype(ml_dtypes.bfloat16)
     ids = rng.integers(-1, count + 3, 64).astype(np.int32)  # above the table: clamped to its last row
     ids[:4] = (-1, 0, count - 1, 10 * count)
     shared = np.full(1 << 16, 0xAB, np.uint8)
     shared[ids_at : ids_at + 256] = ids.view(np.uint8)
     memory = np.concatenate([np.zeros(table_at, np.uint8), packed.reshape(-1)])
-    fmt, operands = rows.Format(name), [table_at, ids_at, first, half]
+    fmt, operands = row_ptx.Format(name), [table_at, ids_at, first, half]
     if fmt.words:  # read into registers first
         reading = Machine([0] * fmt.words + operands, memory, shared)
         reading.run(fmt.load_ptx(count))
@@ -165,7 +165,7 @@ def test_gradients_are_as_near_to_float64_as_the_references():
 def test_rows_and_queries_that_the_kernel_does_not_take_are_refused():
     q = jnp.zeros((1, 1, 64, 512), jnp.bfloat16)
     with pytest.raises(BackendError, match=r"no row of uint8\[272\]"):
-        rows.row_format(jnp.zeros((1, 4, 272), jnp.uint8), 512)
+        row_ptx.row_format(jnp.zeros((1, 4, 272), jnp.uint8), 512)
     ids = jnp.zeros((1, 1, 4), jnp.int32)
     with pytest.raises(BackendError, match="needs a GPU"):
         sparse_attention(q, q[:, :, 0], ids, q[:, :, 0], ids, jnp.zeros(64), scale=0.1, backend="pallas")

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels import BackendError, target
 from pallas_kernels.sparse_attention import backward, combine, forward, triton
 from pallas_kernels.sparse_attention.reference import Unpack
-from pallas_kernels.sparse_attention.rows import HEAD, KEYS, row_format
+from pallas_kernels.sparse_attention.row_ptx import HEAD, KEYS, row_format
+from pallas_kernels.sparse_attention.work import Source
 
 HEADS = 64
 BLOCK_US, JOIN_US, PART_US = 2.0, 3.0, 0.065  # a block of keys; the second launch; a part written and read
@@ -80,7 +81,7 @@ def _attend(
     if call.interpret:  # which has no PTX: rows are unpacked ahead
         tables = _values(call, tables, q.dtype)
     sources = tuple(
-        forward.Source(row_format(table, q.shape[-1]), table.shape[1], taken.shape[-1])
+        Source(row_format(table, q.shape[-1]), table.shape[1], taken.shape[-1])
         for table, taken in zip(tables, ids, strict=True)
     )
     if len({source.fmt.down for source in sources}) > 1:

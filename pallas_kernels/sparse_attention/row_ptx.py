@@ -1,4 +1,4 @@
-"""Rows of a cache into shared memory: what the Hopper kernel's producers do, a channel half of 64 rows at a time.
+"""PTX that brings rows of a cache to where Hopper's tensor cores read them, a channel half of 64 rows at a time.
 
 Hopper's copy engine cannot gather into the swizzled tiles that its tensor cores read, and Pallas has no copies of
 single threads, so the three formats below are PTX. Each leaves 64 keys x 256 channels of bfloat16 in tiles of 8 keys
@@ -12,41 +12,24 @@ x 64 channels, with 16-byte chunk c of key r at place c ^ (r % 8) of its 128-byt
 FP4 codes and scales, 20 registers a thread, are read before there is room for the rows, and wait there: the time to
 memory passes while the half block before is still in use.
 
-**Numerics.** Sign, exponent and mantissa of a code are moved to where bfloat16 has them: the value times a power
-of two, small codes as subnormal numbers; a product brings it back and scales it. Codes and scales have at most seven
-significant bits together, so all of it is exact: packed rows arrive as 2**-7 of what `unpack` gives, bit for bit. The
-2**-7 keeps scale and power of two together in bfloat16's range; the consumers undo it.
+**Numerics.** Codes become bfloat16 as `pallas_kernels.ptx` says. Codes and scales have at most seven significant bits
+together, so all of it is exact: packed rows arrive as 2**-7 of what `unpack` gives, bit for bit. The 2**-7 keeps scale
+and power of two together in bfloat16's range; the consumers undo it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import FragmentedArray
-from jax.experimental.mosaic.gpu import utils as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import vector
 from jaxtyping import Array, Shaped
 
 from pallas_kernels import BackendError
 from pallas_kernels.formats import GROUP, NVFP4_GROUP
 from pallas_kernels.ptx import PAIRS, e2m1_nibbles, e4m3_bytes
-from pallas_kernels.sparse_attention.reference import gather
 
 KEYS = 64  # rows of a block
-LISTS = 8  # ids of so many blocks in shared memory
-AHEAD = LISTS - 2  # steps between the copy of a block's ids and the fetch of its rows
 HEAD = 512  # channels of a row
 HALF = HEAD // 2
 DOWN = 7
 TILE = 8 * 128  # bytes of a swizzled tile: 8 keys of 64 channels
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 def _lines(*parts: str | list[str]) -> list[str]:
@@ -258,122 +241,3 @@ def row_format(rows: Shaped[Array, "B S row"], channels: int) -> Format:
         wanted = ", ".join(f"{dtype}[{size}]" for dtype, size in known)
         raise BackendError(f"backend 'pallas': sparse_attention has no row of {name}[{width}]; there are {wanted}")
     return Format(known[name, width])
-
-
-def _fetch(source: Any, table: Any, ids: Any, to: Any, first: Array, half: Array) -> None:
-    """The values of rows `first + ids` of `table`, channel half `half`, into the tile `to`."""
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(), plgpu.RefType(), scalar, scalar))
-    def body(_: Any, to: Any, table: Any, ids: Any, first: Any, half: Any) -> None:
-        pointers = [mgpu.memref_ptr(ref) for ref in (to, table, ids)]
-        mgpu.inline_ptx(source.fmt.fetch_ptx(source.count), *pointers, first.registers.item(), half.registers.item())
-
-    body(to, table, ids, first, half)
-
-
-def _fetch_interpreted(source: Any, table: Any, ids: Any, to: Any, first: Array, half: Array) -> None:
-    """`_fetch` for interpret mode, which has no PTX: there the table holds values."""
-    width, taken = to.shape[-1], ids[...]
-    at = jnp.where(taken >= 0, jnp.minimum(taken, source.count - 1) + first, -1)
-    rows = gather(table[...][None], at[None, None], 2 * width, to.dtype, None)[0, 0]
-    to[...] = lax.dynamic_slice_in_dim(rows, half * width, width, axis=1)
-
-
-def _words_layout(fmt: Format) -> Any:
-    return plgpu.Layout.WG_STRIDED((128 * fmt.words,), vec_size=1)
-
-
-def _read(source: Any, table: Any, ids: Any, first: Array, half: Array) -> Array:
-    """`_fetch`'s first part for packed rows that registers can hold: their words, a warpgroup's."""
-    words, scalar, layout = source.fmt.words, plgpu.Layout.WG_SPLAT(()), _words_layout(source.fmt)
-    result = plgpu.ShapeDtypeStruct((128 * words,), jnp.dtype(jnp.int32), layout)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar), return_type=result)
-    def body(_: Any, table: Any, ids: Any, first: Any, half: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        args = (mgpu.memref_ptr(table), mgpu.memref_ptr(ids), first.registers.item(), half.registers.item())
-        got = mgpu.inline_ptx(
-            source.fmt.load_ptx(source.count), *args, result_types=[i32] * words, has_side_effects=True
-        )
-        one = ir.VectorType.get((1,), i32)
-        registers = np.array([vector.broadcast(one, x) for x in got], dtype=object)
-        return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
-
-    return body(table, ids, first, half)
-
-
-def _unpack(fmt: Format, words: Array, to: Any) -> None:
-    """`_fetch`'s second part."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), _words_layout(fmt)))
-    def body(_: Any, to: Any, words: Any) -> None:
-        values = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in words.registers.flat]
-        mgpu.inline_ptx(fmt.unpack_ptx(), mgpu.memref_ptr(to), *values)
-
-    body(to, words)
-
-
-def slot_of(k: Array | int, half: Array | int) -> Array | int:
-    """Where among the half blocks in shared memory a half of an item's block k is."""
-    return 2 * (k % 2 if isinstance(k, int) else lax.rem(k, 2)) + half
-
-
-def _sources(work: Any, program: Array, step: Array) -> Iterator[tuple[int, Any, Array, Array, Array, Array]]:
-    """(index, source, whether the step is its, where in its lists the step's ids are, the query, the first row of the
-    batch entry) of every source."""
-    query, key = work.step(program, step)
-    start = 0
-    for n, source in enumerate(work.sources):
-        mine = (key >= start) & (key < start + source.ids)
-        yield n, source, mine, key - start, query, lax.div(query, work.queries_per_entry) * source.count
-        start += source.ids
-
-
-def produce(work: Any, mem: Any, program: Array, half: Array) -> None:
-    """A producer: fetch one channel half of the rows of every step. Half 0 also copies the ids, `AHEAD` steps ahead.
-    Packed rows that registers can hold are on their way before their place is free. `work` and `mem` are forward.Work
-    and forward.Memory."""
-    steps = work.items(program) * work.blocks
-
-    def copy_ids(s: Array) -> None:
-        slot = lax.rem(s, LISTS)
-        for n, _, mine, at, query, _ in _sources(work, program, s):
-            list_ = mem.ids_in[n].at[query, pl.ds(at, KEYS)]
-            pl.when((s < steps) & mine)(
-                partial(plgpu.copy_gmem_to_smem, list_, mem.ids.at[slot], mem.ids_full.at[slot])
-            )
-
-    def read_early(s: Array) -> dict[int, Array]:
-        words = {}
-        for n, source, mine, _, _, first in _sources(work, program, s):
-            if source.fmt.words and not work.interpret:
-                none = plgpu.layout_cast(jnp.zeros((128 * source.fmt.words,), jnp.int32), _words_layout(source.fmt))
-                read = partial(_read, source, mem.tables[n], mem.ids.at[lax.rem(s, LISTS)], first, half)
-                words[n] = lax.cond(mine, read, lambda none=none: none)
-        return words
-
-    def fill(s: Array, nothing: None) -> None:
-        slot, ids = slot_of(lax.rem(s, work.blocks), half), lax.rem(s, LISTS)
-        plgpu.barrier_wait(mem.ids_full.at[ids])
-        words = read_early(s)
-        pl.when(s >= min(2, work.blocks))(lambda: plgpu.barrier_wait(mem.k_free.at[slot]))
-        # The left halves up to step s - 2 are free, so everyone has read that step's ids: these take their place.
-        pl.when(half == 0)(lambda: copy_ids(s + AHEAD))
-        fetch = _fetch_interpreted if work.interpret else _fetch
-        for n, source, mine, _, _, first in _sources(work, program, s):
-            if n in words:
-                pl.when(mine)(partial(_unpack, source.fmt, words[n], mem.k.at[slot]))
-            else:
-                get = partial(fetch, source, mem.tables[n], mem.ids.at[ids], mem.k.at[slot], first, half)
-                pl.when(mine)(get)
-        plgpu.barrier_arrive(mem.k_full.at[slot])
-
-    @pl.when(half == 0)
-    def _start() -> None:
-        lax.fori_loop(0, AHEAD, lambda s, _: copy_ids(s), None)
-
-    lax.fori_loop(0, steps, fill, None)
-    if work.interpret:  # where who waits at a barrier must see its every phase (JAX 0.11)
-        for k in range(min(2, work.blocks)):
-            plgpu.barrier_wait(mem.k_free.at[slot_of(k, half)])
