@@ -12,6 +12,7 @@ from dsv41_jax.norm import rmsnorm
 from pallas_kernels import BackendError, mhc
 from pallas_kernels.formats import cast
 from pallas_kernels.mhc import cases, kernel, reference, stream
+from pallas_kernels.mhc.mixes import Sizes
 
 BY_NAME = {case.name: case for case in cases.SMALL}
 EVERY = pytest.mark.parametrize("name", list(BY_NAME))
@@ -67,7 +68,7 @@ def test_gradient_of_the_kernel_equals_a_finite_difference_in_float64():
     rng = np.random.default_rng(0)
     given = (jnp.asarray(rng.standard_normal(given[0].shape), jnp.bfloat16), given[1] + 1, *given[2:9])
     run = mhc._recomputed(partial(kernel.site, interpret=True, tile=cases.TINY), reference.site)
-    outputs, backward = jax.vjp(partial(run, (20, 1e-20, 1e-6)), *given)
+    outputs, backward = jax.vjp(partial(run, Sizes(**cases.SIZES)), *given)
     weights = [rng.standard_normal(out.shape) for out in outputs]
     gradients = backward(tuple(jnp.asarray(w, out.dtype) for w, out in zip(weights, outputs, strict=True)))
     start = [np.asarray(a, np.float64) for a in given]

@@ -9,8 +9,6 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-Ref = Any  # a reference to an array in device or shared memory, or to a barrier: JAX has no public type for it
-
 # One number for each row, or for each column, of a tensor core's accumulator.
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 

@@ -39,7 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.fragments import CHUNK, COLUMNS, ROWS, UNSCALE, Format
-from pallas_kernels.hopper.program import COLUMN, Ref, repeat, swizzled
+from pallas_kernels.hopper.program import COLUMN, repeat, swizzled
+from pallas_kernels.references import Ref, named
 from pallas_kernels.target import multiprocessors
 
 REGISTERS = 512  # that an SM has for each of the 128 threads of a warpgroup
@@ -145,12 +146,10 @@ def stream(
     width = tile.widths[-1]
 
     def body(*refs: Ref) -> None:
-        named = list(refs)
-        if weights is None:
-            named.insert(Arrays._fields.index("weights"), None)
+        given = iter(refs)
         block = Block(
-            arrays=Arrays(*named[: len(Arrays._fields)]),
-            buffers=Buffers(*named[len(Arrays._fields) :]),
+            arrays=named(Arrays, given, absent=("weights",) if weights is None else ()),
+            buffers=named(Buffers, given),
             form=form,
             tile=tile,
             combine=combine,

@@ -32,8 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32
 
 from pallas_kernels.formats import cast
-from pallas_kernels.hopper.program import COLUMN, Ref, swizzled
+from pallas_kernels.hopper.program import COLUMN, swizzled
 from pallas_kernels.indexer.decode import Levels
+from pallas_kernels.references import Ref, named
 
 KEYS = 64  # of a warpgroup's tile: the M of a wgmma
 # [queries, 8 chunks, 8 entries]: a thread has the 8 entries of a chunk, a warp 8 chunks of 4 queries.
@@ -198,8 +199,10 @@ def score(
     tiled = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled())
 
     def body(*refs: Ref) -> None:
-        arrays, buffers = Arrays(*refs[: len(Arrays._fields)]), Buffers(*refs[len(Arrays._fields) :])
-        Program(arrays=arrays, buffers=buffers, tile=tile, heads=heads, interpret=interpret).run()
+        given = iter(refs)
+        Program(
+            arrays=named(Arrays, given), buffers=named(Buffers, given), tile=tile, heads=heads, interpret=interpret
+        ).run()
 
     levels = plgpu.kernel(
         body,

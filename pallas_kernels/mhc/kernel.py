@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,8 @@ from jaxtyping import Array, BFloat16, Float, Float32
 from pallas_kernels import BackendError, ptx
 from pallas_kernels.formats import cast
 from pallas_kernels.mhc import stream
-from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
+from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, Sizes, mixes, wanted
+from pallas_kernels.references import Ref, named
 from pallas_kernels.target import choose_tile
 
 
@@ -97,54 +98,88 @@ def _rows(block: Array, size: int, tokens: int) -> Array:
     return jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), tokens - 1)
 
 
-def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: bool):
+class Sweep(NamedTuple):
+    """References of the first launch: arrays in, arrays out."""
+
+    x: Ref
+    y: Ref
+    post: Ref
+    comb: Ref
+    mix: Ref
+    fn: Ref
+    new: Ref
+    read: Ref
+    part: Ref
+
+
+class Finish(NamedTuple):
+    """References of the second launch: arrays in, arrays out."""
+
+    part: Ref
+    scale: Ref
+    base: Ref
+    read: Ref
+    norm: Ref
+    normed: Ref
+    pre: Ref
+    post: Ref
+    comb: Ref
+
+
+def _sweep(*refs: Ref, tile: Tile, streams: int, width: int, fused: bool, interpret: bool) -> None:
     """One block of rows and columns. Unfused, the streams stand as they are: only the sums for their coefficients.
 
     Arrays are [columns, tokens]: so the rounded streams are a tensor core's right operand as they are, in the layout
     that they are loaded and stored in, and fn's 64 rows fill the left one.
     """
-    x_ref, *given, fn_ref, part_ref = [*refs[:-3], refs[-1]] if fused else refs
+    of = named(Sweep, iter(refs), absent=() if fused else ("y", "post", "comb", "mix", "new", "read"))
     every, chunk, shape = range(streams), pl.program_id(0), (tile.columns, tile.tokens)
-    rows = _rows(pl.program_id(1), tile.tokens, x_ref.shape[0])
+    rows = _rows(pl.program_id(1), tile.tokens, of.x.shape[0])
     row = jnp.broadcast_to(rows[None, :], shape)
     # A tensor core's 64 rows: eight of the one half, eight of the other, and so on; the last ones repeat. A thread's
-    # accumulator has rows eight apart, so that the halves are added where they are.
-    count, fn_shape = fn_ref.shape[0] // 2, (2 * RECORD, tile.columns)
+    # accumulator has rows eight apart, so that the halves are added where they are. Of 24 coefficients:
+    #     rows 0..7, 16..23, 32..39    hi of 0..7, 8..15, 16..23      rows 48..55    hi of 23
+    #     rows 8..15, 24..31, 40..47   lo of the same                 rows 56..63    lo of 23
+    count, fn_shape = of.fn.shape[0] // 2, (2 * RECORD, tile.columns)
     fn_row = lax.broadcasted_iota(jnp.int32, fn_shape, 0)
     fn_row = fn_row // 8 % 2 * count + jnp.minimum(fn_row // 16 * 8 + fn_row % 8, count - 1)
     fma = partial(ptx.fma, interpret=interpret)
     if fused:
-        (y_ref, post_ref, comb_ref, mix_ref), (new_ref, read_ref) = given, refs[-3:-1]
-        post = [post_ref[rows, j][None, :] for j in every]
-        mix = [mix_ref[rows, j][None, :] for j in every]
-        comb = [[comb_ref[rows, i * streams + j][None, :] for j in every] for i in every]
+        post = [of.post[rows, j][None, :] for j in every]
+        mix = [of.mix[rows, j][None, :] for j in every]
+        comb = [[of.comb[rows, i * streams + j][None, :] for j in every] for i in every]
 
-    def step(k, sums):
+    def step(k: Array | int, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         product, square, read_square = sums
         first = (k * pl.num_programs(0) + chunk) * tile.columns  # blocks that run together read side by side
         column = first + lax.broadcasted_iota(jnp.int32, shape, 0)
-        now = [x_ref[row, column + i * width] for i in every]
+        now = [of.x[row, column + i * width] for i in every]
         fn_column = first + lax.broadcasted_iota(jnp.int32, fn_shape, 1)
-        fn = [fn_ref[fn_row, fn_column + i * width] for i in every]  # here: no load may wait for a store
+        fn = [of.fn[fn_row, fn_column + i * width] for i in every]  # here: no load may wait for a store
         if fused:
-            y = y_ref[row, column].astype(jnp.float32)
+            y = of.y[row, column].astype(jnp.float32)
             old, read = [x.astype(jnp.float32) for x in now], jnp.zeros(shape, jnp.float32)
         for j in every:
             rounded = now[j]
             if fused:
+                # X'_j = post_j y + sum_i comb[i, j] X_i, rounded
                 new = post[j] * y
                 for i in every:
                     new = fma(comb[i][j], old[i], new)
                 rounded = new.astype(jnp.bfloat16)
-                new_ref[row, column + j * width] = rounded
+                of.new[row, column + j * width] = rounded
+            # sum of X'^2
             new = rounded.astype(jnp.float32)
             square = fma(new, new, square)
             if fused:
+                # read = sum_j mix_j X'_j
                 read = fma(mix[j], new, read)
+            # z fn^T
             product += plt.dot(fn[j], rounded)
         if fused:
+            # read rounded, and the sum of its squares
             rounded = read.astype(jnp.bfloat16)
-            read_ref[row, column] = rounded
+            of.read[row, column] = rounded
             read = rounded.astype(jnp.float32)
             read_square = fma(read, read, read_square)
         return product, square, read_square
@@ -152,87 +187,91 @@ def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: 
     zero = jnp.zeros(shape, jnp.float32)
     sums = jnp.zeros((2 * RECORD, tile.tokens), jnp.float32), zero, zero
     product, square, read_square = step(0, sums) if tile.steps == 1 else lax.fori_loop(0, tile.steps, step, sums)
+    # z fn^T = z hi^T + z lo^T
     record = product.reshape(-1, 2, 8, tile.tokens).sum(axis=1).reshape(RECORD, tile.tokens)
     place = lax.broadcasted_iota(jnp.int32, record.shape, 0)
-    to = _part(part_ref, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)
+    to = _part(of.part, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)
     plt.store(to, record, mask=place < count)
     for n, values in ((SQUARE, square), (READ_SQUARE, read_square)):
-        _part(part_ref, rows, jnp.full(rows.shape, chunk * RECORD + n), tile)[...] = values.sum(axis=0)
+        _part(of.part, rows, jnp.full(rows.shape, chunk * RECORD + n), tile)[...] = values.sum(axis=0)
 
 
-def _part(part_ref, row: Array, place: Array, tile: Tile):
+def _part(part: Ref, row: Array, place: Array, tile: Tile) -> Ref:
     """Partial sums of tokens `row`, number `place` (chunk * RECORD + n)."""
-    return part_ref.at[(place, row) if tile.lanes else (row, place)]
+    return part.at[(place, row) if tile.lanes else (row, place)]
 
 
-def _sum(part_ref, rows: Array, n: int, tile: Tile, chunks: int) -> Array:
+def _sum(part: Ref, rows: Array, n: int, tile: Tile, chunks: int) -> Array:
     """Number n of some tokens, summed over the chunks."""
     shape = (rows.shape[0], pl.next_power_of_2(chunks))
     chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
     row = jnp.broadcast_to(rows[:, None], shape)
-    found = _part(part_ref, row, jnp.minimum(chunk, chunks - 1) * RECORD + n, tile)[...]
+    found = _part(part, row, jnp.minimum(chunk, chunks - 1) * RECORD + n, tile)[...]
     return jnp.where(chunk < chunks, found, 0.0).sum(axis=1)
 
 
-def _sums_of_lanes(part_ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
+def _sums_of_lanes(part: Ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
     """Several numbers of many tokens, one a thread."""
 
-    def add(chunk, total):
-        return [value + part_ref[chunk * RECORD + n, rows] for value, n in zip(total, numbers, strict=True)]
+    def add(chunk: Array, total: list[Array]) -> list[Array]:
+        return [value + part[chunk * RECORD + n, rows] for value, n in zip(total, numbers, strict=True)]
 
     return lax.fori_loop(0, chunks, add, [jnp.zeros(rows.shape, jnp.float32)] * len(numbers))
 
 
-def _sums_of_one(part_ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
+def _sums_of_one(part: Ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
     """Several numbers of one token: its partial sums are read as they lie, then picked from the total."""
     shape = (1, pl.next_power_of_2(chunks), RECORD)
     place = lax.broadcasted_iota(jnp.int32, shape, 1) * RECORD + lax.broadcasted_iota(jnp.int32, shape, 2)
-    found = part_ref[jnp.broadcast_to(rows[:, None, None], shape), jnp.minimum(place, chunks * RECORD - 1)]
+    found = part[jnp.broadcast_to(rows[:, None, None], shape), jnp.minimum(place, chunks * RECORD - 1)]
     record = jnp.where(place < chunks * RECORD, found, 0.0).sum(axis=1)
     column = lax.broadcasted_iota(jnp.int32, record.shape, 1)
     return [jnp.where(column == n, record, 0.0).sum(axis=1) for n in numbers]
 
 
-def _coefficients(refs, rows: Array, *, tile: Tile, sizes, streams: int, width: int, chunks: int, interpret: bool):
-    part_ref, scale_ref, base_ref, pre_ref, post_ref, comb_ref = refs
+def _coefficients(
+    of: Finish, rows: Array, *, tile: Tile, sizes: Sizes, streams: int, width: int, chunks: int, interpret: bool
+) -> None:
+    """pre, post and comb of some tokens: `mixes` of their sums."""
     count = streams * (streams + 2)
-    scale, base = [scale_ref[i] for i in range(3)], [base_ref[i] for i in range(count)]  # before any store
-    number = (_sums_of_lanes if tile.lanes else _sums_of_one)(part_ref, rows, wanted(streams), chunks)
+    scale, base = [of.scale[i] for i in range(3)], [of.base[i] for i in range(count)]  # before any store
+    number = (_sums_of_lanes if tile.lanes else _sums_of_one)(of.part, rows, wanted(streams), chunks)
     reciprocal = partial(ptx.reciprocal, interpret=interpret)
     pre, post, comb = mixes(number, scale, base, streams=streams, width=width, sizes=sizes, reciprocal=reciprocal)
     for j in range(streams):
-        pre_ref[rows, j] = pre[j]
-        post_ref[rows, j] = post[j]
+        of.pre[rows, j] = pre[j]
+        of.post[rows, j] = post[j]
     for i, line in enumerate(comb):
         for j, value in enumerate(line):
-            comb_ref[rows, i * streams + j] = value
+            of.comb[rows, i * streams + j] = value
 
 
-def _finish(*refs, tile: Tile, sizes, streams: int, width: int, chunks: int, fused: bool, interpret: bool):
+def _finish(
+    *refs: Ref, tile: Tile, sizes: Sizes, streams: int, width: int, chunks: int, fused: bool, interpret: bool
+) -> None:
     """Some blocks make coefficients, the rest normalize: both read the sweep's sums."""
-    part_ref, scale_ref, base_ref, *given = refs[: 5 if fused else 3]
-    tokens = refs[-1].shape[0]
+    of = named(Finish, iter(refs), absent=() if fused else ("read", "norm", "normed"))
+    tokens = of.comb.shape[0]
     block, each = pl.program_id(0), max(tile.lanes, 1)
     makers = -(-tokens // each)
 
     @pl.when(block < makers)
-    def coefficients():
-        static = {"tile": tile, "sizes": sizes, "streams": streams, "width": width, "chunks": chunks}
-        mine = part_ref, scale_ref, base_ref, *refs[-3:]
-        _coefficients(mine, _rows(block, each, tokens), interpret=interpret, **static)
+    def coefficients() -> None:
+        static: dict[str, Any] = {"streams": streams, "width": width, "chunks": chunks, "interpret": interpret}
+        _coefficients(of, _rows(block, each, tokens), tile=tile, sizes=sizes, **static)
 
     if not fused:
         return
-    read_ref, norm_ref, out_ref = *given, refs[-4]
 
     @pl.when(block >= makers)
-    def normalize():
+    def normalize() -> None:
         parts = width // tile.finish_columns
         rows = _rows((block - makers) // parts, tile.finish_tokens, tokens)
         here = pl.ds((block - makers) % parts * tile.finish_columns, tile.finish_columns)
-        read, weight = read_ref[rows, here].astype(jnp.float32), norm_ref[here].astype(jnp.float32)
-        inverse = lax.rsqrt(_sum(part_ref, rows, READ_SQUARE, tile, chunks) / width + sizes[1])
-        out_ref[rows, here] = (weight[None, :] * (read * inverse[:, None])).astype(jnp.bfloat16)
+        # norm * (read * rsqrt(mean(read^2) + eps))
+        read, weight = of.read[rows, here].astype(jnp.float32), of.norm[here].astype(jnp.float32)
+        inverse = lax.rsqrt(_sum(of.part, rows, READ_SQUARE, tile, chunks) / width + sizes.eps)
+        of.normed[rows, here] = (weight[None, :] * (read * inverse[:, None])).astype(jnp.bfloat16)
 
 
 def _launches(
@@ -243,7 +282,7 @@ def _launches(
     scale: Array,
     base: Array,
     *,
-    sizes: tuple[int, float, float],
+    sizes: Sizes,
     tile: Tile,
     interpret: bool,
 ) -> list[Array]:
@@ -313,7 +352,7 @@ def coefficients(
     """As the reference's; `fn` may be its halves."""
     chosen, lead = _fits(x, fn, tile, (Tile,)), x.shape[:-2]
     flat = x.reshape(-1, *x.shape[-2:])
-    sizes, fn = (iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
+    sizes, fn = Sizes(iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
     out = _launches(flat, (), None, fn, scale, base, sizes=sizes, tile=chosen, interpret=interpret)
     pre, post, comb = (value.reshape(*lead, *value.shape[1:]) for value in out)
     return pre, post, comb
@@ -342,7 +381,7 @@ def site(
     lead, (streams, width) = x.shape[:-2], x.shape[-2:]
     flat = x.reshape(-1, streams, width)
     given = y.reshape(-1, width), post.reshape(-1, streams), comb.reshape(-1, streams**2), mix.reshape(-1, streams)
-    sizes, fn = (iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
+    sizes, fn = Sizes(iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
     arrays = flat, given, norm, fn, scale, base
     if isinstance(chosen, stream.Tile):
         out = stream.site(*arrays, sizes=sizes, tile=chosen, interpret=interpret)

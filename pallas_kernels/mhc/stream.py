@@ -40,9 +40,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.program import COLUMN, Ref, repeat, swizzled
-from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
+from pallas_kernels.hopper.program import COLUMN, repeat, swizzled
+from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, Sizes, mixes, wanted
 from pallas_kernels.mhc.team import ROWS, Arrays, Buffers, Team, Tile
+from pallas_kernels.references import Ref, named
 
 PIECE = 32  # columns of a strip that a thread holds in float32 at a time
 LANES = 8
@@ -59,7 +60,7 @@ def site(
     scale: jax.Array,
     base: jax.Array,
     *,
-    sizes: tuple[int, float, float],
+    sizes: Sizes,
     tile: Tile,
     interpret: bool = False,
 ) -> list[jax.Array]:
@@ -70,7 +71,8 @@ def site(
     strips, teams = width // tile.step, min(tile.teams, blocks)
 
     def body(*refs: Ref) -> None:
-        arrays, buffers = Arrays(*refs[: len(Arrays._fields)]), Buffers(*refs[len(Arrays._fields) :])
+        given = iter(refs)
+        arrays, buffers = named(Arrays, given), named(Buffers, given)
         program, role = lax.axis_index("program"), lax.axis_index("warpgroup")
         work = _Program(
             arrays=arrays,
@@ -193,7 +195,7 @@ class _Program(Team):
                     product = accumulator[...]
                 last = (k + 1) * self.strips - 1
                 plgpu.barrier_arrive(self.buffers.fn_empty.at[lax.rem(last, fn_stages)])
-                return product[:, :count] + product[:, count:]
+                return product[:, :count] + product[:, count:]  # hi and lo
 
             product = strips(None) if self.interpret else pl.run_scoped(strips, plgpu.ACC((ROWS, halves)))
             arrays.parts[pl.ds(self.block(k) * ROWS, ROWS), self.part, pl.ds(0, count)] = product
@@ -213,6 +215,7 @@ class _Program(Team):
                 for j in range(len(self.every) + 1)
             ]
             for j in self.every:
+                # X'_j = post_j y + sum_i comb[i, j] X_i, rounded
                 new = _wide(post[j], y) * y
                 for i in self.every:
                     new += _wide(comb[i][j], y) * old[i]
@@ -225,6 +228,7 @@ class _Program(Team):
             plgpu.barrier_arrive(buffers.fn_empty.at[lax.rem(n - 1, tile.fn_stages)])
 
         plgpu.barrier_wait(buffers.fn_full.at[fn_slot])
+        # z fn^T, fn in halves; X' takes X's place
         for j in self.every:
             rounded = updated[j][0] if len(updated[j]) == 1 else jnp.concatenate(updated[j], axis=1)
             buffers.strips[slot, j] = rounded
@@ -260,6 +264,7 @@ class _Program(Team):
                 for j in self.every:
                     to = arrays.new.at[rows, j, self.columns(strip)]
                     plgpu.copy_smem_to_gmem(buffers.strips.at[slot, j], to)
+                # read = sum_j mix_j X'_j, rounded; sums of X'^2 and of read^2
                 read = None
                 for j in self.every:
                     new = self.strip(buffers.strips.at[slot, j]).astype(jnp.float32)
@@ -302,8 +307,9 @@ class _Program(Team):
             else:
                 counter = self.counters.at[self.block(k)]
                 plgpu.semaphore_wait(counter, 2 * tile.slices, decrement=False, memory_scope="gpu")
+            # norm * (read * rsqrt(mean(read^2) + eps))
             total = self.summed(lambda part: self.get(self.part_of(k, part, READ_SQUARE)))
-            inverse = lax.rsqrt(total / width + self.sizes[1])
+            inverse = lax.rsqrt(total / width + self.sizes.eps)
 
             def step(strip: Any) -> None:
                 n = k * self.strips + strip

@@ -11,7 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.program import ROW, Ref, repeat
+from pallas_kernels.hopper.program import ROW, repeat
+from pallas_kernels.mhc.mixes import Sizes
+from pallas_kernels.references import Ref
 
 ROWS = 64  # of a tensor core's tile
 
@@ -85,7 +87,7 @@ class Team:
     buffers: Buffers
     counters: Ref
     tile: Tile
-    sizes: tuple[int, float, float]
+    sizes: Sizes
     teams: int
     team: Any
     part: Any

@@ -45,8 +45,9 @@ from jax.extend.mlir import ir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.hopper.program import COLUMN, ROW, Ref, swizzled
+from pallas_kernels.hopper.program import COLUMN, ROW, swizzled
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.references import Ref
 from pallas_kernels.sparse_attention.produce import produce
 from pallas_kernels.sparse_attention.reference import LEAST
 from pallas_kernels.sparse_attention.row_ptx import KEYS

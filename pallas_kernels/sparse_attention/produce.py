@@ -15,7 +15,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 from jaxtyping import Array
 
-from pallas_kernels.hopper.program import Ref, swizzled
+from pallas_kernels.hopper.program import swizzled
+from pallas_kernels.references import Ref
 from pallas_kernels.sparse_attention.reference import gather
 from pallas_kernels.sparse_attention.row_ptx import KEYS, Format
 from pallas_kernels.sparse_attention.work import AHEAD, LISTS, Program, Source, slot_of

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.hopper.program import Ref
+from pallas_kernels.references import Ref
 from pallas_kernels.sparse_attention.row_ptx import KEYS, Format
 from pallas_kernels.target import multiprocessors
 
