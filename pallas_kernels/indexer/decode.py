@@ -23,6 +23,7 @@ products of 64 keys 45-50, of 128 keys 39 (spans of 1024) to 42, with 8 warps 51
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from jaxtyping import Array, BFloat16, Int32, Shaped
 from pallas_kernels import BackendError
 from pallas_kernels.formats import cast, e8m0_value
 from pallas_kernels.ptx import e2m1_nibbles, elementwise
+from pallas_kernels.references import Ref, named
 
 FP4_ROW, BYTES = 68, 64  # bytes of a packed row, of its codes
 EXPONENT = 64  # keys are read as 2**-64 of their value: room for large scales beside E2M1's subnormal bfloat16 form
@@ -105,65 +107,80 @@ def operand_order(x: Array) -> Array:
     return x.reshape(-1, 4, 4, 2, 2).transpose(0, 2, 3, 1, 4).reshape(-1, BYTES)
 
 
-def load_rows(k_ref, first: Array, live: Array | None, rows: int, start: int, columns: int) -> Array:
+def load_rows(keys: Ref, first: Array, live: Array | None, rows: int, start: int, columns: int) -> Array:
     """Columns of some rows; of those that are `live`, where the last ones may not exist."""
     shape = (rows, columns)
-    part = k_ref.at[pl.ds(first, rows), pl.ds(start, columns)]
+    part = keys.at[pl.ds(first, rows), pl.ds(start, columns)]
     if live is None:
         return part[...]
-    return plt.load(part, mask=jnp.broadcast_to(live[:, None], shape), other=jnp.asarray(0, k_ref.dtype))
+    return plt.load(part, mask=jnp.broadcast_to(live[:, None], shape), other=jnp.asarray(0, keys.dtype))
 
 
-def _score(*refs, keys: int, size: int, places: int, pooled: bool, interpret: bool) -> None:
+class Refs(NamedTuple):
+    """Arrays in, arrays out. `blocks` is there with pools only."""
+
+    q: Ref
+    weights: Ref
+    visible: Ref
+    keys: Ref
+    blocks: Ref | None
+    scores: Ref
+    fine: Ref
+    coarse: Ref
+
+
+def _score(*refs: Ref, keys: int, size: int, places: int, pooled: bool, interpret: bool) -> None:
     """Scores and maxima of `span` keys, as far as there are `places`, for the queries of one program."""
-    q_ref, w_ref, visible_ref, k_ref, *rest = refs
-    blocks_ref = rest.pop(0) if pooled else None
-    score_ref, fine_ref, coarse_ref = rest
-    queries, heads, width = q_ref.shape
-    span = score_ref.shape[1]
+    of = named(Refs, iter(refs), absent=() if pooled else ("blocks",))
+    queries, heads, width = of.q.shape
+    span = of.scores.shape[1]
     columns = queries * heads
-    q, w = q_ref[...].reshape(columns, width), w_ref[...].reshape(1, columns)
-    packed = k_ref.shape[1] == FP4_ROW
+    q, w = of.q[...].reshape(columns, width), of.weights[...].reshape(1, columns)
+    packed = of.keys.shape[1] == FP4_ROW
     if packed:
         w = (w.astype(jnp.float32) * 2.0**EXPONENT).astype(jnp.bfloat16)
         even, odd = (operand_order(x) for x in jnp.unstack(q.reshape(columns, BYTES, 2), axis=2))
-    visible = visible_ref[...]
+    visible = of.visible[...]
     first = pl.program_id(1) * span
     row = lax.broadcasted_iota(jnp.int32, (keys,), 0)
 
     def tile(i: Array, _: None) -> None:
         at = i * keys + row
         if pooled:
-            block = plt.load(blocks_ref.at[pl.ds(i * (keys // 8), keys // 8)])
+            block = plt.load(of.blocks.at[pl.ds(i * (keys // 8), keys // 8)])
             block = jnp.broadcast_to(block[:, None], (keys // 8, 8)).reshape(keys)
             entry = jnp.where(block < 0, size, block * 8 + row % 8)
             from_ = jnp.minimum(entry, size - 1)
-            load = lambda start, n: k_ref[from_, pl.ds(start, n)]  # noqa: E731
+            load = lambda start, n: of.keys[from_, pl.ds(start, n)]  # noqa: E731
         else:
             entry = first + at
             live = None if size % keys == 0 else entry < size
-            load = lambda start, n: load_rows(k_ref, i * keys, live, keys, start, n)  # noqa: E731
+            load = lambda start, n: load_rows(of.keys, i * keys, live, keys, start, n)  # noqa: E731
+        # dot = q_i . k: of the even channels and of the odd ones
         if packed:
             low, high = unpack(load(0, BYTES), load(BYTES, 4), interpret)
             dot = plt.dot(operand_order(low), even, trans_b=True) + plt.dot(operand_order(high), odd, trans_b=True)
         else:
             dot = plt.dot(load(0, width), q, trans_b=True)
+        # hit = weight_i * relu(dot), rounded; score = sum_i hit_i
         hit = hits(dot, w, interpret)
         # The reshape that splits one query off makes Triton move every hit through shared memory.
         score = hit.sum(axis=1)[:, None] if queries == 1 else hit.reshape(keys, queries, heads).sum(axis=2)
+        # -inf for what a query does not see, and for NaN
         seen = (entry[:, None] < visible[None, :]) & (score == score)
         score = jnp.where(seen, score, -jnp.inf).astype(jnp.bfloat16)
-        score_ref[:, pl.ds(i * keys, keys)] = score.T
+        of.scores[:, pl.ds(i * keys, keys)] = score.T
 
     last = jnp.clip((places if pooled else jnp.minimum(jnp.max(visible), size)) - first, 0, span)
     tiles = (last + keys - 1) // keys
     lax.fori_loop(0, tiles, tile, None)
     if not interpret:
         plt.debug_barrier()  # the scores of all threads are written
+    # maxima of chunks of 8, and of 8 of those
     written = lax.broadcasted_iota(jnp.int32, (span,), 0) < tiles * keys
     for query in range(queries):
-        found = plt.load(score_ref.at[jnp.int32(query), :], mask=written, other=jnp.asarray(-jnp.inf, jnp.bfloat16))
-        for ref in (fine_ref, coarse_ref):
+        found = plt.load(of.scores.at[jnp.int32(query), :], mask=written, other=jnp.asarray(-jnp.inf, jnp.bfloat16))
+        for ref in (of.fine, of.coarse):
             found = jnp.max(found.astype(jnp.float32).reshape(-1, 8), axis=1)
             number = lax.broadcasted_iota(jnp.int32, found.shape, 0)
             plt.store(

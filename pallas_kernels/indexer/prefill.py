@@ -200,9 +200,8 @@ def score(
 
     def body(*refs: Ref) -> None:
         given = iter(refs)
-        Program(
-            arrays=named(Arrays, given), buffers=named(Buffers, given), tile=tile, heads=heads, interpret=interpret
-        ).run()
+        arrays, buffers = named(Arrays, given), named(Buffers, given)
+        Program(arrays=arrays, buffers=buffers, tile=tile, heads=heads, interpret=interpret).run()
 
     levels = plgpu.kernel(
         body,

@@ -9,6 +9,7 @@ the same gather.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.references import Ref
 from pallas_kernels.sparse_attention.reference import LEAST
 
 
@@ -36,8 +38,10 @@ H200 = Tile()
 B300 = Tile(keys=32, stages=2)
 
 
-def _kernel(q_ref: Any, sink_ref: Any, *refs: Any, n: int, tile: Tile, queries_per_entry: int, scale: float) -> None:
-    tables, ids, (o_ref, lse_ref) = refs[:n], refs[n : 2 * n], refs[2 * n :]
+def _kernel(q_ref: Ref, sink_ref: Ref, *refs: Ref, n: int, tile: Tile, queries_per_entry: int, scale: float) -> None:
+    given = iter(refs)
+    tables, ids = (list(islice(given, n)) for _ in range(2))
+    o_ref, lse_ref = given
     q = q_ref[...]
     heads, width = q.shape
     entry = lax.div(pl.program_id(0), queries_per_entry)
@@ -46,8 +50,10 @@ def _kernel(q_ref: Any, sink_ref: Any, *refs: Any, n: int, tile: Tile, queries_p
         acc, top, total = carry
         taken = plt.load(ids.at[pl.ds(i * tile.keys, tile.keys)])
         rows = table[entry, jnp.clip(taken, 0, table.shape[1] - 1), :]
+        # s_k = scale q . row_k, in powers of two; -inf without a row
         scores = plt.dot(q, rows, trans_b=True) * (scale * LOG2E)
         scores = jnp.where((taken >= 0)[None, :], scores, -jnp.inf)
+        # acc = sum_k exp(s_k - top) row_k, total = sum_k exp(s_k - top)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         shrink = jnp.exp2(top - higher)
         p = jnp.exp2(scores - higher[:, None])
@@ -64,6 +70,7 @@ def _kernel(q_ref: Any, sink_ref: Any, *refs: Any, n: int, tile: Tile, queries_p
         steps = taken.shape[0] // tile.keys
         carry = lax.fori_loop(0, steps, partial(block, table=table, ids=taken), carry)
     acc, top, total = carry
+    # o = acc / (total + exp(sink)), lse = log of that
     sink = sink_ref[...] * LOG2E
     high = jnp.maximum(top, sink)
     share = jnp.exp2(top - high)

@@ -23,6 +23,7 @@ Triton, since Mosaic GPU has no prefix sum and no scatter.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import BackendError
+from pallas_kernels.references import Ref
 
 FACTOR = 8  # entries a chunk, chunks a chunk of the next level
 VALUES = 1 << 15  # of one step at most: packed counts have 16 bits
@@ -109,7 +111,7 @@ def threshold(key: Array, count: int, lo: Array, hi: Array, start: int) -> tuple
     return lax.while_loop(unsettled, narrow, state)
 
 
-def _ids(chunks_ref, count: int, size: int) -> tuple[Array, Array]:
+def _ids(chunks_ref: Ref, count: int, size: int) -> tuple[Array, Array]:
     """(ids, whether they exist) of a level's first `size` values, or of those in the chunks that were chosen."""
     if chunks_ref is None:
         ids = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(size),), 0)
@@ -120,7 +122,7 @@ def _ids(chunks_ref, count: int, size: int) -> tuple[Array, Array]:
     return ids.reshape(-1), jnp.broadcast_to((chunk >= 0)[:, None], ids.shape).reshape(-1)
 
 
-def _keys(x_ref, chunks_ref, length: Array, newest: bool, *, count: int, size: int) -> Array:
+def _keys(x_ref: Ref, chunks_ref, length: Array, newest: bool, *, count: int, size: int) -> Array:
     """Keys of a level's values; the floor's for what is not live, the greatest for what is pinned."""
     ids, live = _ids(chunks_ref, count, size)
     live &= ids < length
@@ -132,11 +134,11 @@ def _keys(x_ref, chunks_ref, length: Array, newest: bool, *, count: int, size: i
     return jnp.where(ids == length - 1, TOP >> _shift(x_ref), key) if newest else key
 
 
-def _shift(x_ref) -> int:
+def _shift(x_ref: Ref) -> int:
     return 16 if x_ref.dtype == jnp.bfloat16 else 0
 
 
-def _choose(key: Array, ids: Callable[[], Array], o_ref, lo: Array, hi: Array, *, count: int, start: int) -> Array:
+def _choose(key: Array, ids: Callable[[], Array], o_ref: Ref, lo: Array, hi: Array, *, count: int, start: int) -> Array:
     """Write the ids of the `count` best keys in order, then -1; the lo that all of them reach."""
     lo, hi, many, few = threshold(key, count, lo, hi, start)
     sure, tied = key >= hi, (key >= lo) & (key < hi)
@@ -152,13 +154,14 @@ def _choose(key: Array, ids: Callable[[], Array], o_ref, lo: Array, hi: Array, *
 
 
 def _refine(
-    *refs, count: int, sizes: tuple[int, ...], first: int, newest: bool, whole: bool, named: bool, interpret: bool
+    *refs: Ref, count: int, sizes: tuple[int, ...], first: int, newest: bool, whole: bool, named: bool, interpret: bool
 ) -> None:
     """One row: choose among the coarsest level's values, then among those of the chosen chunks, level by level."""
-    x_refs, rest = refs[: len(sizes)], list(refs[len(sizes) :])
-    entries = jnp.int32(sizes[0] << 3 * first) if whole else rest.pop(0)[0]
-    names_ref = rest.pop(0) if named else None
-    o_refs = rest  # of level 0, 1, ...: what level n chooses is read by level n - 1
+    given = iter(refs)
+    x_refs = list(islice(given, len(sizes)))
+    entries = jnp.int32(sizes[0] << 3 * first) if whole else next(given)[0]
+    names_ref = next(given) if named else None
+    o_refs = list(given)  # of level 0, 1, ...: what level n chooses is read by level n - 1
     chunks_ref, lo, hi, start = None, None, None, 1
     for level in reversed(range(len(sizes))):
         scale = 3 * (first + level)
