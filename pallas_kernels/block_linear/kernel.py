@@ -6,16 +6,13 @@ times the bytes: 109 us for 1280 -> 32768 with 64 rows on an H200, where the flo
 **Numerics.** E4M3 times a power of two is exact in bfloat16; products and sums are float32, rounded once. With `splits`
 the columns are summed in parts, and those in ascending order. E4M3 NaN codes read as 480.
 
-**Tiling.** `hopper.stream`, whose experts are the row blocks of `block_diagonal`, one of a whole matrix: a
-block of threads takes 256 rows of the matrix, 128 for each
-multiplying warpgroup, and all rows of x up to the tile's width. A matrix of fewer rows than `blocks` x 256 would leave
-multiprocessors idle, so its columns are split, and XLA adds the parts. Many rows of x: neighbouring blocks of threads
-share rows of the matrix and take turns over x.
+**Tiling.** `hopper.stream`, whose experts are the row blocks of `block_diagonal`, one of a whole matrix: a block of
+threads takes 256 rows of the matrix, 128 for each multiplying warpgroup, and all rows of x up to the tile's width. A
+matrix of fewer rows than `blocks` x 256 would leave multiprocessors idle, so its columns are split, and XLA adds the
+parts. Many rows of x: neighbouring blocks of threads share rows of the matrix and take turns over x.
 
-Backend: Mosaic GPU, for the reasons in `stream`. On an H200: 15.9 us for 64 rows of 1280 -> 32768 (10.9 are bytes, the
-rest launch and first loads; 3 stages instead of 4 16.5, 2 18.1), 662 TFLOP/s for 8,192 rows. FP8 operands of `wgmma`
-were not taken: x would have to be FP8 too, a scale per 32 columns would leave one instruction to each float32
-accumulator, and few rows are bytes anyway.
+Backend: Mosaic GPU, for the reasons in `stream`. FP8 operands of `wgmma` are not taken: x would have to be FP8 too, a
+scale per 32 columns would leave one instruction to each float32 accumulator, and few rows are bytes anyway.
 
 No gradient: the reference has one.
 """

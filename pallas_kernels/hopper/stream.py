@@ -15,15 +15,10 @@ gives buffers back when the first product of the next step has replaced the last
 instruction's N dimension, which may be any multiple of 8, so that a tile of few tokens costs few. Scales go from device
 memory straight to the threads that need them, a step ahead.
 
-Backend: Mosaic GPU. Triton keeps no operand out of its own schedule: swept, it reached 60 % of copy bandwidth with 16
-rows an expert, and 372 TFLOP/s with many (this: 75 to 78 % and 535 to 614). On Hopper `wgmma`; where that is missing
+Backend: Mosaic GPU, since Triton keeps no operand out of its own schedule. On Hopper `wgmma`; where that is missing
 (B300) the same kernel with `mma.sync`, `wgmma=False`, which agrees on an H200 and was only compiled for a B300.
 Offsets are the copy engine's coordinates and 64-bit pointers: operands may pass 2**31 elements, which Triton's
-lowering addresses with 32 bits. Tried on an H200, 243 experts x 16 rows of w1 and w3: 4 multiplying warpgroups 930
-us, 2 of them 1,005 (too few warps hide the decoding), 64 bytes of a row in a step instead of 128 1,220, 256 bytes in
-two stages 985, `mma.sync` 968. 65,536 rows: 256 columns a step 566 TFLOP/s, 128 535; giving buffers back at the end
-of a step, with the tensor core drained, 478. Two blocks that share tokens by multicast: no gain, so L2 traffic is not
-the limit.
+lowering addresses with 32 bits.
 """
 
 from __future__ import annotations
@@ -290,6 +285,7 @@ class Block:
             def tokens(width: int) -> None:
                 sums = self.products(role, ordinal, expert, row, split, width)
                 sums = [value * UNSCALE for value in sums]
+                # out = combine(first . x, second . x, weights), or both products
                 if self.combine:
                     layout = None if self.interpret else COLUMN
                     weights = plgpu.load(arrays.weights.at[pl.ds(start, width)], layout=layout, optimized=False)
@@ -316,6 +312,7 @@ class Block:
                 n, slot = self.slot(ordinal, k)
                 plgpu.barrier_wait(buffers.full.at[slot])
                 following = self.scales(expert, row, split, k + 1)
+                # sums += matrix[rows, 64 columns] x[tokens, 64 columns]^T
                 for chunk in range(chunks):
                     codes = [self.form.read(ref.at[slot, rows], chunk, interpret=self.interpret) for ref in matrices]
                     for half in range(2):

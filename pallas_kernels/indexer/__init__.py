@@ -50,7 +50,8 @@ def select(
     Rows of `keys` are packed FP4 (uint8: J / 2 pairs of codes, low nibble the even channel, then J / 32 E8M0 scales) or
     values; for other rows, `unpack` gives the values. The reference scores `tile` entries at a time and keeps a running
     best; the kernel writes whole rows of scores, of so many queries at a time that they take 0.5 GB, and wants bfloat16
-    queries, blocks of 8 and J = 128. Source: paper 2.3.2; architecture 5.
+    queries, blocks of 8 and J = 128. Source: paper 2.3.2; config keys index_topk,
+    candidate_topk_blocks, candidate_block_size.
     """
     if blocks is not None and candidates:
         raise ValueError(f"candidates: {candidates} of a selection from `blocks`; they come from all entries")

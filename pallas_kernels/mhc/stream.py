@@ -1,8 +1,8 @@
 """The site of many tokens on Hopper in one launch: every byte of the streams, y and the next input moves once.
 
-**Why.** Triton keeps what it loads in registers, so too few loads are in flight (58 % of DRAM's rate), and its blocks
-have a part of a row each, so the collapse was written, read again and normed by a second launch. Here copies run ahead
-into shared memory, and a row's collapse stays there until its sum of squares is known.
+**Why.** The two launches of `kernel.py` keep what they load in registers, so too few loads are in flight, and their
+blocks have a part of a row each, so the collapse is written, read again and normed by the second. Here copies run
+ahead into shared memory, and a row's collapse stays there until its sum of squares is known.
 
 **Numerics.** As in `kernel.py`: float32, X' and the collapse rounded to bfloat16 where the reference rounds them, fn in
 two bfloat16 halves, sums over parts of a row in a fixed order.
@@ -20,10 +20,7 @@ together touch neighbouring bytes. A program is four warpgroups, which hand each
 Programs stay resident, one a multiprocessor. A team waits only for its own programs, neighbours in launch order, so it
 gets through on a smaller GPU too. A ragged last block takes the last 64 rows, and writes some again with equal values.
 
-Backend: Mosaic GPU, for its copy engine and `wgmma`. On an H200, T = 8192 (floor 195 us, Triton 340): 287 us.
-Tried: 10 and 16 programs a row 295 and 313 (an item costs some 3 us of waiting), fn two deep 311, a deeper ring instead
-of a fifth buffer 289, strips of 64 columns with 16 programs 315; update and collapse in one warpgroup 313; coefficients
-while others of the team wait for the ring, 324 (465 with 16 programs); all four warps issuing copies, the same as one.
+Backend: Mosaic GPU, for its copy engine and `wgmma`.
 """
 
 from __future__ import annotations

@@ -135,14 +135,17 @@ def _row(x_ref, position_ref, slot_ref, freqs_ref, norm_ref, *outs, eps: float, 
         weight = [norm_ref[at + odd].astype(jnp.float32) for odd in (0, 1)] if normed else []
         square += sum(jnp.sum(half * half) for half in halves)
         cuts.append((first, at, halves, weight))
+    # normed = norm * (x * rsqrt(mean(x^2) + eps)), rounded
     inverse = lax.rsqrt(square / channels + eps)
     written = []
     for first, at, (even, odd), weight in cuts:
         if normed:
             even, odd = (_bfloat16(w * (v * inverse)) for w, v in zip(weight, (even, odd), strict=True))
+        # turned = channels (2i, 2i + 1) by position * f_i, rounded again
         if first == channels - rotary:
             cos, sin = jnp.cos(angle), jnp.sin(angle)
             even, odd = _bfloat16(even * cos - odd * sin), _bfloat16(even * sin + odd * cos)
+        # row = codes, then scales
         codes, scale = _quantize(even, odd, layout)
         group = (codes_end + first // GROUPS[layout]) + jnp.arange(scale.shape[0], dtype=jnp.int32)
         places = [at, at + 1] if layout == "fp8" else [at // 2]

@@ -21,11 +21,7 @@ leave partial sums for `combine.py`. A last block without a partner is handled a
 Barriers between the threads of a warpgroup are written out (`commit_smem`, before p is told and q is copied): whatever
 else is shared passes an mbarrier at which all threads arrive. A consumer waits at a barrier in every phase or in none.
 
-Mosaic GPU, since Triton cannot give warpgroups different work. An H200, 4096 queries x 640 rows of bfloat16: Triton's
-best tile 222 TFLOP/s; both consumers scoring every block, in turns, 394; this one 496, packed rows 432. Clocks inside
-say what a pair's 7,000 cycles are (4,096 of them products): rows come 2,300 to 3,300 after their place is free, a
-softmax and its telling take 1,400, and both are on the way from one pair to the next. Of 128 decoded queries' 32 us,
-5 go by before consumer 0 has scores, 8 before consumer 1 has.
+Backend: Mosaic GPU, since Triton cannot give warpgroups different work.
 """
 
 from collections.abc import Callable
@@ -111,6 +107,7 @@ class Consumer:
     def tell(self, scores: Array, top: Array) -> tuple[Array, Array, Array]:
         """(p, maximum, sum) of a block of its own, which the other consumer is told too."""
         buffers, base2 = self.buffers, self.work.scale * LOG2E * 2.0**self.work.down
+        # p = exp(s - maximum), rounded; total = sum p, unrounded
         higher = jnp.maximum(top, scores.max(axis=1) * base2)
         p = jnp.exp2(scores * base2 - _down(higher, scores))
         total, p = p.sum(axis=1), p.astype(jnp.bfloat16)
@@ -165,6 +162,7 @@ class Consumer:
                     scored()
                 if k and k == self.wg:
                     now = self.done(refs, now, k - 1)
+                # acc = acc exp(top - higher) + p V; total likewise
                 shrink = jnp.exp2(before - higher)
                 before, sums = higher, sums * shrink + more
                 now = self.start(refs, [acc * _down(shrink, acc) for acc in now], p, k)
@@ -256,6 +254,7 @@ def _consume(program: Program, wg: int) -> None:
             accs, top, total = me.pair(scores, accs, top, total, 1, reload)
         stats: tuple[Array, ...] = (top, total)
         share = per_head(jnp.full((heads,), 2.0**work.down, jnp.float32))
+        # o = acc / (total + exp(sink)), lse = log(total + exp(sink)); of packed rows times 2**down
         if work.splits == 1:
             sink = plgpu.load(arrays.sink, layout=ROW, optimized=False) * LOG2E
             high = jnp.maximum(top, sink)

@@ -140,8 +140,10 @@ def _shift(x_ref: Ref) -> int:
 
 def _choose(key: Array, ids: Callable[[], Array], o_ref: Ref, lo: Array, hi: Array, *, count: int, start: int) -> Array:
     """Write the ids of the `count` best keys in order, then -1; the lo that all of them reach."""
+    # sure: the keys >= hi; of those in [lo, hi), which are equal, the first `count - few`
     lo, hi, many, few = threshold(key, count, lo, hi, start)
     sure, tied = key >= hi, (key >= lo) & (key < hi)
+    # slot = how many chosen ones come before
     before = jnp.cumsum((sure.astype(jnp.int32) << 16) + tied.astype(jnp.int32), axis=0)
     ties = before & 0xFFFF
     slot = lax.shift_right_logical(before, jnp.int32(16)) + jnp.minimum(ties, count - few) - 1
