@@ -73,7 +73,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T M D"], mix: Float32[Array, "B T M"], num: Numerics
     ) -> Float[Array, "B T D"]:
         """What the attention site reads of the streams."""
-        return self.attn_norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+        return self.attn_norm(cast(mhc.collapse(x, mix), num.dtype), num)
 
     def sites(
         self,
@@ -92,7 +92,7 @@ class Block(nnx.Module):
             x, y, post, comb, pre, self.ffn_norm.weight[...], **self.hyper("ffn", num)
         )
         y, taps = self.ffn(y, image, num)
-        x = cast(mhc.update(x, y, post, comb, backend=num.backend), num.dtype)
+        x = cast(mhc.update(x, y, post, comb), num.dtype)
         return x, next_mix, carried, taps | {"attn_in": seen, "pre_mix": next_mix, "out": x}
 
     def __call__(

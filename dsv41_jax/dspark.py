@@ -137,7 +137,7 @@ def draft(
         x, mix = stage.draft(x, mix, ring, positions, num)
 
     last = stages[-1]
-    hidden = cast(mhc.collapse(x, mix, backend=num.backend), num.dtype)
+    hidden = cast(mhc.collapse(x, mix), num.dtype)
     base = product_f32(last.norm(hidden, num), head)
     ids, logits, confidence = [token], [], []
     for i in range(block):

@@ -91,7 +91,7 @@ def leave(
         newest = jnp.maximum(span.count - 1, 0)[:, None, None]
         x = jnp.take_along_axis(x, newest[..., None], axis=1)
         mix = jnp.take_along_axis(mix, newest, axis=1)
-    hidden = params.norm(cast(mhc.collapse(x, mix, backend=num.backend), num.dtype), num)
+    hidden = params.norm(cast(mhc.collapse(x, mix), num.dtype), num)
     taps, drafts = taps | {"final_norm": hidden}, cache.drafts
     if drafts:
         features = [taps[f"layers.{layer}.draft_feature"] for layer in cfg.dspark_target_layer_ids]

@@ -36,14 +36,12 @@ def coefficients(
     return reference.coefficients(x, join_fn(fn), scale, base, **sizes._asdict())
 
 
-def collapse(
-    x: Float[Array, "*lead M D"], pre: Float32[Array, "*lead M"], *, backend: str = "xla"
-) -> Float32[jax.Array, "*lead D"]:
+def collapse(x: Float[Array, "*lead M D"], pre: Float32[Array, "*lead M"]) -> Float32[jax.Array, "*lead D"]:
     """sum_m pre[m] X[m], in float32: what a sublayer reads, before its norm.
 
-    One fusion of XLA at the byte floor on either backend; with a sublayer's update before it, call `site`.
+    It has no kernel and no backend: one fusion of XLA, at the byte floor. With a sublayer's update before it, call
+    `site`.
     """
-    use_kernel("mhc.collapse", backend)
     return reference.collapse(x, pre)
 
 
@@ -52,14 +50,12 @@ def update(
     y: Float[Array, "*lead D"],
     post: Float32[Array, "*lead M"],
     comb: Float32[Array, "*lead M M"],
-    *,
-    backend: str = "xla",
 ) -> Float32[jax.Array, "*lead M D"]:
     """X'_j = post_j y + sum_i comb[i, j] X_i, in float32. comb's FIRST index is the source stream.
 
-    One fusion of XLA at the byte floor on either backend; with the next sublayer's norm after it, call `site`.
+    It has no kernel and no backend: one fusion of XLA, at the byte floor. With the next sublayer's norm after it, call
+    `site`.
     """
-    use_kernel("mhc.update", backend)
     return reference.update(x, y, post, comb)
 
 
