@@ -130,7 +130,7 @@ def compile_case(function: Callable[..., Any], shapes: Any, place: Callable[[Any
     """{kernels: {name: {registers, spill, shared}}} or {error} of `function` compiled for `shapes`."""
     import jax
 
-    from pallas_kernels.bench import command_buffers, dump
+    from pallas_kernels.bench.dump import command_buffers, dump
 
     log = folder / "log"
     options = dump(folder) | {"xla_gpu_graph_min_graph_size": 1}
@@ -154,7 +154,7 @@ def compile_all(target: str, wanted: Sequence[str]) -> None:
     import jax
     from jax.experimental import topologies
 
-    from pallas_kernels.bench import selected
+    from pallas_kernels.case import selected
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=GPUS[target], topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("d",))

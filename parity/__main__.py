@@ -13,7 +13,7 @@ from dsv41_jax import Model
 from dsv41_jax.cli import STDERR, fail, lengths_of
 from dsv41_jax.quant import NUMERICS
 from pallas_kernels import BackendError
-from pallas_kernels.bench import Clock
+from pallas_kernels.bench.clock import Clock
 from parity import backend as backends
 from parity import golden as golden_directories
 from parity import replay as replays

@@ -27,7 +27,7 @@ from dsv41_jax.linear import map_parameters
 from dsv41_jax.model import Transformer, abstract_parameters, spread
 from dsv41_jax.programs import Programs
 from dsv41_jax.quant import NUMERICS, Numerics, numerics
-from pallas_kernels.bench import command_buffers, dump
+from pallas_kernels.bench.dump import command_buffers, dump
 from parity.table import FAIL, PASS, Row, relative_l2
 
 UNTUNED = {"xla_gpu_autotune_level": 0}  # minutes less for programs that are run once
