@@ -1,4 +1,4 @@
-"""The numerics: which of the released program's quantizers are on, and how caches are kept (`pallas_kernels.rows`).
+"""The numerics: which of the released program's quantizers are on, and how caches are kept (`pallas_kernels.quantize`).
 
     activation   FP8                     into every FP8 and FP4 linear
     window KV    FP8, all H channels     after rope
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import BackendError
 from pallas_kernels.pack import width
-from pallas_kernels.rows import (
+from pallas_kernels.quantize import (
     pack_bf16,
     pack_fp8,
     pack_mxfp4,

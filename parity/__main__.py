@@ -14,7 +14,7 @@ from dsv41_jax.cli import STDERR, fail, lengths_of
 from dsv41_jax.nn.random import random_parameters
 from dsv41_jax.numerics import NUMERICS, numerics_by_name
 from pallas_kernels import BackendError
-from pallas_kernels.bench import Clock
+from pallas_kernels.bench.clock import Clock
 from parity.backend import compare, decode_step, released
 from parity.golden import compare_directory
 from parity.replay import measure, show_replay

@@ -24,7 +24,7 @@ from dsv41_jax.engine.programs import Programs
 from dsv41_jax.nn.cache import init_cache
 from dsv41_jax.nn.transformer import Call, Transformer
 from dsv41_jax.numerics import NUMERICS, Numerics, numerics_by_name
-from pallas_kernels.bench import command_buffers, dump
+from pallas_kernels.bench.dump import command_buffers, dump
 from parity.table import FAIL, PASS, Row, relative_l2
 
 UNTUNED = {"xla_gpu_autotune_level": 0}  # minutes less for programs that are run once

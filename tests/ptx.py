@@ -1,4 +1,4 @@
-"""A small machine for the PTX of `pallas_kernels.sparse_attention.rows`: what one warpgroup does, without a GPU.
+"""A small machine for the PTX of `pallas_kernels.sparse_attention.row_ptx`: what one warpgroup does, without a GPU.
 
 Registers are arrays of 64-bit words, one a thread. Only the instructions that those programs use are known; any other
 raises. EngramLookup is an array of bytes, addresses are its indices.

@@ -17,7 +17,7 @@ from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache
 from pallas_kernels import BackendError
 from pallas_kernels.formats import cast, dequantize_fp8
-from pallas_kernels.rows import quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from pallas_kernels.quantize import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, lambda f: JITTED[f]], ids=["eager", "jit"])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -49,14 +49,14 @@ def test_packed_rows_have_the_bytes_that_the_formats_say(case):
 
 
 def test_torch_topk_takes_the_values_that_a_sort_takes():
-    case = topk._case("12 of 4 x 300", 4, 300, 12)
+    case = topk.case("12 of 4 x 300", rows=4, entries=300, count=12)
     x, lengths = case.inputs(7)
     ids = np.asarray(output("topk", case, (x, lengths)))
     np.testing.assert_array_equal(np.sort(np.take_along_axis(np.asarray(x), ids, 1)), np.sort(x)[:, -12:])
 
 
 def test_index_scores_are_the_references_bit_for_bit():
-    case = indexer._scores("prefill 70 x 130", (1, 70, 130), reference.index_scores)
+    case = indexer.scores("prefill 70 x 130", indexer.Shape(tokens=70, entries=130), reference.index_scores)
     q, keys, weights, visible = case.inputs(8)
     expected = reference.index_scores(q, reference.unpack(keys)[:, None], weights)
     np.testing.assert_array_equal(output("indexer", case, (q, keys, weights, visible)).astype(np.float32), expected)
@@ -70,7 +70,12 @@ def chosen(scores, ids) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "pool", "blocks"), [("select", 0, 0), ("candidates", 0, 4), ("pools", 6, 0)])
 def test_a_selection_takes_scores_as_high_as_the_references(name, pool, blocks):
-    case = indexer._select(f"select, {name}", (2, 3, 200, True, pool, True), 16, blocks)
+    case = indexer.select(
+        f"select, {name}",
+        indexer.Shape(batch=2, tokens=3, entries=200, pool=pool, full=True),
+        count=16,
+        candidates=blocks,
+    )
     inputs = case.inputs(9)
     q, keys, weights = inputs[:3]
     options = {"candidates": blocks} if not pool else {}

@@ -62,8 +62,8 @@ def split_for_kernels(params: Transformer) -> Transformer:
     step."""
     tree = nnx.merge(*nnx.split(params))
     for block in (*tree.layers, *tree.mtp):
-        block.hc_attn_split = Split(mhc.prepare(block.hc_attn_fn[...]))
-        block.hc_ffn_split = Split(mhc.prepare(block.hc_ffn_fn[...]))
+        block.hc_attn_split = Split(mhc.split_fn(block.hc_attn_fn[...]))
+        block.hc_ffn_split = Split(mhc.split_fn(block.hc_ffn_fn[...]))
     return tree
 
 

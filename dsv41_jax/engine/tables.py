@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Int, Int32, Int64, UInt8
 from dsv41_jax.config import Config
 from dsv41_jax.engine.ngrams import NONE, hash_rows, layouts, look_back
 from dsv41_jax.nn.engram import EngramRows
+from pallas_kernels.formats import GROUP
 
 PLACEMENTS = ("mmap", "host", "device", "sharded")
 
@@ -112,7 +113,7 @@ class EngramLookup:
     @classmethod
     def random(cls, cfg: Config, seed: int = 0) -> "EngramLookup":
         """Tables of random rows on the host, and a token map onto the compressed vocabulary."""
-        rng, groups = np.random.default_rng(seed), cfg.engram_head_dim // 32
+        rng, groups = np.random.default_rng(seed), cfg.engram_head_dim // GROUP
         tables = tuple(
             Table(
                 rng.integers(0, 0x60, (layout.rows, cfg.engram_head_dim), np.uint8),

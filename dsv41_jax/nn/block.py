@@ -63,7 +63,7 @@ def to_streams(h: Float[Array, "B T D"], count: int) -> Streams:
 @jax.named_scope("collapse")
 def collapse(streams: Streams, numerics: Numerics) -> Float[Array, "B T D"]:
     """What a sublayer, or the head, reads of the streams, before its norm."""
-    return cast(mhc.collapse(*streams, backend=numerics.backend), numerics.dtype)
+    return cast(mhc.collapse(*streams), numerics.dtype)
 
 
 def hyper_connection(cfg: Config) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
@@ -122,7 +122,7 @@ class Block(nnx.Module):
             x, read, pre, post, comb = mhc.site(x, y, site.post, site.comb, site.pre, *weights, **hyper)
         y, taps = self.ffn(read, image, plan=plan, cfg=cfg, numerics=numerics)
         with jax.named_scope("hc_ffn"):
-            x = cast(mhc.update(x, y, post, comb, backend=numerics.backend), numerics.dtype)
+            x = cast(mhc.update(x, y, post, comb), numerics.dtype)
         return Streams(x, pre), taps | {"pre_mix": pre, "out": x}
 
     def __call__(

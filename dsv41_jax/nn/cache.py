@@ -29,10 +29,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from dsv41_jax.config import Config
-from dsv41_jax.nn.rope import rotate
 from dsv41_jax.numerics import Numerics, Storage
-from pallas_kernels.norm import rmsnorm
-from pallas_kernels.pack import pack
+from pallas_kernels.pack import pack, turned
 
 HostOrDevice = Array | np.ndarray
 LARGEST_BATCH = 1 << 20  # a larger number is a mistake, found before it fills the memory
@@ -165,8 +163,7 @@ def stored(
     if storage.layout is not None:
         layout, backend = storage.layout, numerics.backend
         return pack(x, positions, jnp.asarray(freqs), norm, eps=eps, layout=layout, backend=backend)
-    normed = x if norm is None else rmsnorm(x, norm, eps=eps, dtype=numerics.dtype)
-    return storage.pack(rotate(normed, positions, freqs))
+    return storage.pack(turned(x, positions, jnp.asarray(freqs), norm, eps=eps))
 
 
 def window_ids(span: Span, window: int, ring: int) -> Int32[Array, "B T W"]:

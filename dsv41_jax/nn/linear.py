@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32
 
 from dsv41_jax.numerics import Numerics
 from pallas_kernels.block_linear import block_linear
-from pallas_kernels.formats import cast
+from pallas_kernels.formats import GROUP, cast
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> nnx.Param:
@@ -42,9 +42,6 @@ def product(x: Float[Array, "*lead K"], weight: Float[Array, "N K"]) -> Float32[
 def product_f32(x: Float[Array, "*lead K"], weight: Float[Array, "N K"]) -> Float32[Array, "*lead N"]:
     """x W^T with both operands raised to float32: router, head, gated compressor."""
     return product(x.astype(jnp.float32), weight.astype(jnp.float32))
-
-
-GROUP = 32  # a quantization scale stands for this many weights along an axis
 
 
 class Linear(nnx.Module):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.nn.linear import QuantizedLinear, parameter, product_f32
 from dsv41_jax.numerics import Numerics
-from pallas_kernels.formats import cast
+from pallas_kernels.formats import GROUP, cast
 from pallas_kernels.grouped_matmul import experts, swiglu
 
 
@@ -47,7 +47,7 @@ class ExpertWeights(nnx.Module):
 
     def __init__(self, count: int, out: int, inner: int, axes: tuple[str, str]):
         self.weight = parameter((count, out, inner // 2), jnp.uint8, ("experts", *axes))
-        self.scale = parameter((count, out, inner // 32), jnp.float8_e8m0fnu, ("experts", *axes))
+        self.scale = parameter((count, out, inner // GROUP), jnp.float8_e8m0fnu, ("experts", *axes))
 
     def pair(self) -> tuple[Array, Array]:
         return self.weight[...], self.scale[...]

@@ -26,30 +26,15 @@ from jax._src.lib.mlir.dialects import arith, gpu, llvm
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import ptx
+from pallas_kernels.formats import GROUP
+
 ROWS, COLUMNS = 64, 64  # of a fragment
 CHUNK = 128  # columns that are read together
 UNSCALE = 2.0**32
 
-# t = magnitude bits in place, u = sign bits in place, t | u times the scale; one bfloat16 pair for each shift
-_TAKE = "{take} t, {word}, {n}; and.b32 t, t, {mask}; shl.b32 u, {word}, {m}; "
-_JOIN = "lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.bf16x2 ${out}, t, {scale}; "
 
-
-def _instructions(outputs: int, mask: str, shifts: tuple[tuple[int, int], ...]) -> str:
-    """PTX from the word ${outputs} and the scale after it to `outputs` pairs: (magnitude, sign) shifted to the left."""
-    word, scale = f"${outputs}", f"${outputs + 1}"
-    text = "{ .reg .b32 t, u; "
-    for out, (n, m) in enumerate(shifts):
-        take = "shr.b32" if n < 0 else "shl.b32"
-        text += _TAKE.format(take=take, word=word, n=abs(n), mask=mask, m=m) + _JOIN.format(out=out, scale=scale)
-    return text + "}"
-
-
-_FP4_TO_BF16 = _instructions(4, "0x01C001C0", ((6, 12), (2, 8), (-2, 4), (-6, 0)))
-_FP8_TO_BF16 = _instructions(2, "0x07F007F0", ((4, 8), (-4, 0)))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format:
     """How a row of weights is stored, and how 128 columns of 64 rows become two fragments of 64 columns.
 
@@ -227,7 +212,7 @@ def _fp4_fragment(
             multiplier = _multiplier(_element(scales, rows * chunks + chunk), quad, 94)
             for w in range(2):
                 word = _element(words, 4 * rows + 2 * half + w)
-                registers[4 * w : 4 * w + 4, rows] = _expand(_FP4_TO_BF16, word, multiplier, 4)
+                registers[4 * w : 4 * w + 4, rows] = _expand(ptx.E2M1_WORD, word, multiplier, 4)
 
     return _decode(codes, scales, wgmma, body)
 
@@ -280,10 +265,24 @@ def _fp8_fragment(
         for rows in range(2):
             for w in range(4):
                 word = _element(words, 8 * half + 4 * rows + w)
-                registers[2 * w : 2 * w + 2, rows] = _expand(_FP8_TO_BF16, word, multiplier, 2)
+                registers[2 * w : 2 * w + 2, rows] = _expand(ptx.E4M3_WORD, word, multiplier, 2)
 
     return _decode(codes, scales, wgmma, body)
 
 
-FP4 = Format(64, 1, permute_fp4, _fp4_scales, _fp4_read, _fp4_fragment)
-FP8 = Format(128, 32, permute_fp8, _fp8_scales, _fp8_read, _fp8_fragment)
+FP4 = Format(
+    chunk_bytes=64,
+    block_rows=1,
+    permute=permute_fp4,
+    scales=_fp4_scales,
+    read=_fp4_read,
+    fragment=_fp4_fragment,
+)
+FP8 = Format(
+    chunk_bytes=128,
+    block_rows=GROUP,
+    permute=permute_fp8,
+    scales=_fp8_scales,
+    read=_fp8_read,
+    fragment=_fp8_fragment,
+)
