@@ -24,9 +24,9 @@ from dsv41_jax.engine.speculate import Speculation
 from dsv41_jax.engine.steps import Steps
 from dsv41_jax.engine.tables import Memory, check_placement
 from dsv41_jax.files import snapshot as snapshots
-from dsv41_jax.files.load import Loaded, load, load_tables
-from dsv41_jax.files.orbax import OrbaxCheckpoint, is_orbax
-from dsv41_jax.files.safetensors import Checkpoint, CheckpointError, Progress
+from dsv41_jax.files.checkpoint import open_checkpoint
+from dsv41_jax.files.directory import CheckpointError, Progress
+from dsv41_jax.files.load import Loaded
 from dsv41_jax.nn.cache import Cache
 from dsv41_jax.nn.transformer import Transformer
 from dsv41_jax.numerics import numerics as numerics_named
@@ -89,20 +89,12 @@ class Model(Steps):
         check_placement(engram, mesh)
         numerics_named(numerics, backend)
         check_backend(backend, mesh)
-        if is_orbax(path_or_name):
-            if loaded is not None:
-                raise ValueError("loaded: an Orbax checkpoint cannot go on from a part of it; leave `loaded` out")
-            stored = OrbaxCheckpoint(path_or_name)
-            checkpoint: Checkpoint = stored
-            params = stored.restore(mesh, on_progress=on_progress)
-        else:
-            checkpoint = Checkpoint(path_or_name)
-            params = load(checkpoint, mesh, on_progress=on_progress, loaded=loaded)
-        cfg = checkpoint.config
-        tokenizer = read_tokenizer(checkpoint.path, required=bool(cfg.engram_layer_ids))
+        stored = open_checkpoint(path_or_name)
+        params, cfg = stored.parameters(mesh, on_progress=on_progress, loaded=loaded), stored.config
+        tokenizer = read_tokenizer(stored.path, required=bool(cfg.engram_layer_ids))
         memory = None
         if tokenizer is not None and cfg.engram_layer_ids:
-            tables = load_tables(checkpoint, engram, mesh, on_progress=on_progress, loaded=loaded)
+            tables = stored.tables(engram, mesh, on_progress=on_progress, loaded=loaded)
             memory = Memory(cfg, compressed_ids(tokenizer, cfg), tables)
         return cls(cfg, params, numerics=numerics, backend=backend, memory=memory, tokenizer=tokenizer)
 
@@ -173,14 +165,16 @@ class Model(Steps):
 
     def export_snapshot(self, snapshot: Snapshot, path: str | Path) -> None:
         """Write a cache's snapshot to a file, checksummed; killed at any moment, the old or the new file stands."""
-        snapshots.write(
+        snapshots.write_snapshot(
             Path(path), snapshot, self.config, snapshots.identity(self.config, self.numerics, self.fingerprint)
         )
 
     def import_snapshot(self, path: str | Path) -> Snapshot:
         """Read a snapshot. Raises SnapshotError when the file is damaged or belongs to another model, config or
         numerics."""
-        return snapshots.read(Path(path), self.config, snapshots.identity(self.config, self.numerics, self.fingerprint))
+        return snapshots.read_snapshot(
+            Path(path), self.config, snapshots.identity(self.config, self.numerics, self.fingerprint)
+        )
 
     def chat(
         self,

@@ -21,9 +21,9 @@ from conftest import GOLDEN
 from flax import nnx
 
 from dsv41_jax import Checkpoint, CheckpointError, Config, ConfigError
+from dsv41_jax.files.expected import Expected, expected_tensors
 from dsv41_jax.files.inventory import totals
 from dsv41_jax.files.load import load
-from dsv41_jax.files.safetensors import Expected, expected_tensors
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
 from pallas_kernels.formats import dequantize_fp4, dequantize_fp8
 

@@ -25,11 +25,11 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save as library_save
 
 from dsv41_jax import Checkpoint, CheckpointError, ConfigError, atomic, cli
-from dsv41_jax.files import convert
-from dsv41_jax.files import orbax_writer as saving
+from dsv41_jax.files import convert, orbax_writer
+from dsv41_jax.files.directory import is_orbax
 from dsv41_jax.files.inventory import misplaced
 from dsv41_jax.files.load import load_tables
-from dsv41_jax.files.orbax import OrbaxCheckpoint, is_orbax
+from dsv41_jax.files.orbax import OrbaxCheckpoint
 from dsv41_jax.nn.transformer import abstract_parameters, random_parameters
 from dsv41_jax.sharding import placements
 
@@ -106,12 +106,12 @@ def live(tmp_path_factory):
     assert len({leaf[...].sharding for leaf in flat.values()}) > 1
     memory = random_memory(cfg)
     sharded = nnx.merge(graph, nnx.from_flat_state(flat))
-    saving.save(sharded, directory, cfg, tables=memory.tables, files={"tokenizer.json": b"{}"})
+    orbax_writer.save(sharded, directory, cfg, tables=memory.tables, files={"tokenizer.json": b"{}"})
     return params, memory, directory
 
 
 def test_the_way_to_orbax_and_back_gives_the_same_files(source, stored, tmp_path):
-    convert.convert(stored, tmp_path / "back")
+    convert.convert_checkpoint(stored, tmp_path / "back")
     wanted = contents(source)
     wanted.pop(".git/HEAD")
     assert contents(tmp_path / "back") == wanted
@@ -200,7 +200,7 @@ def library_files(params: nnx.Module, memory, file_of) -> dict[str, bytes]:
 
 def test_a_live_model_comes_out_as_the_library_writes_it(live, tmp_path):
     params, memory, directory = live
-    convert.convert(directory, tmp_path / "out")
+    convert.convert_checkpoint(directory, tmp_path / "out")
     found = contents(tmp_path / "out")
     assert json.loads(found.pop("config.json")) == small_config().to_dict()
     assert found.pop("tokenizer.json") == b"{}"
@@ -210,7 +210,7 @@ def test_a_live_model_comes_out_as_the_library_writes_it(live, tmp_path):
 def test_a_large_live_model_comes_out_in_the_released_placement(live, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "SINGLE_FILE_BYTES", 10_000)
     params, memory, directory = live
-    convert.convert(directory, tmp_path / "out", "safetensors")
+    convert.convert_checkpoint(directory, tmp_path / "out", "safetensors")
     checkpoint = Checkpoint(tmp_path / "out")
     checkpoint.check()
     assert misplaced(checkpoint.placed, small_config()) == []
@@ -277,7 +277,7 @@ def test_a_flipped_byte_in_any_kind_of_file_is_refused_and_the_file_named(damage
         file.write_bytes(before)
     flip(kinds(damaged)["data"], 0.5)
     with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        convert.convert(damaged, tmp_path / "out")
+        convert.convert_checkpoint(damaged, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [damaged]
 
 
@@ -316,23 +316,23 @@ def test_a_nan_scale_or_a_deviation_of_the_source_is_named_and_nothing_appears(s
         stream.seek(info.start)
         stream.write(b"\xff")
     with pytest.raises(CheckpointError, match=r"wq_a\.scale: holds E8M0 byte 255"):
-        convert.convert(copy, tmp_path / "out")
+        convert.convert_checkpoint(copy, tmp_path / "out")
     (copy / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="model-00001-of-00002"):
-        convert.convert(copy, tmp_path / "out")
+        convert.convert_checkpoint(copy, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [copy]
 
 
 def test_what_is_not_the_configs_is_not_saved(live, tmp_path):
     (params, memory, _), cfg = live, small_config()
     with pytest.raises(CheckpointError, match="tables: shapes"):
-        saving.save(params, tmp_path / "out", cfg)
+        orbax_writer.save(params, tmp_path / "out", cfg)
     graph, state = nnx.split(params)
     flat = dict(nnx.to_flat_state(state))
     path = ("norm", "weight")
     flat[path] = flat[path].replace(flat[path][...].astype(jnp.float32))
-    with pytest.raises(CheckpointError, match=r"norm\.weight: is \('float32'"):
-        saving.save(nnx.merge(graph, nnx.from_flat_state(flat)), tmp_path / "out", cfg, tables=memory.tables)
+    with pytest.raises(CheckpointError, match=r"norm\.weight: is float32 \[32\], the config's is bfloat16"):
+        orbax_writer.save(nnx.merge(graph, nnx.from_flat_state(flat)), tmp_path / "out", cfg, tables=memory.tables)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -340,7 +340,7 @@ def test_only_a_complete_new_checkpoint_replaces_an_old_one(stored, live, tmp_pa
     directory = Path(shutil.copytree(stored, tmp_path / "model"))
     old = contents(directory)
     with pytest.raises(FileExistsError, match="overwrite"):
-        convert.convert(TINY, directory)
+        convert.convert_checkpoint(TINY, directory)
 
     def half(*_: object) -> None:
         raise OSError("disk full")
@@ -348,9 +348,9 @@ def test_only_a_complete_new_checkpoint_replaces_an_old_one(stored, live, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(convert, "_copy", half)
         with pytest.raises(OSError, match="disk full"):
-            convert.convert(live[2], directory, overwrite=True)
+            convert.convert_checkpoint(live[2], directory, overwrite=True)
     assert contents(directory) == old
-    convert.convert(live[2], directory, overwrite=True)
+    convert.convert_checkpoint(live[2], directory, overwrite=True)
     Checkpoint(directory).check()
     assert list(tmp_path.iterdir()) == [directory]
 
@@ -371,14 +371,14 @@ def test_targets_that_would_destroy_something_are_refused_in_one_line(target, tm
 
 def test_a_layout_that_the_source_has_already_is_refused(stored, tmp_path):
     with pytest.raises(ValueError, match="'orbax' is not 'safetensors'"):
-        convert.convert(stored, tmp_path / "x", "orbax")
+        convert.convert_checkpoint(stored, tmp_path / "x", "orbax")
 
 
 CONVERT = """
 import sys
 from dsv41_jax.files import convert
 print("ready", flush=True)
-convert.convert(sys.argv[1], sys.argv[2], overwrite=True)
+convert.convert_checkpoint(sys.argv[1], sys.argv[2], overwrite=True)
 print("done", flush=True)
 """
 
@@ -417,7 +417,7 @@ def survives(source: Path, old: Path, complete: Path, target: Path, moments: lis
             with contextlib.suppress(CheckpointError, ConfigError):
                 assert read(partial) == new, seconds
     assert unfinished > 0
-    convert.convert(source, target, overwrite=True)
+    convert.convert_checkpoint(source, target, overwrite=True)
     assert read(target) == new
     assert list(target.parent.iterdir()) == [target]
 

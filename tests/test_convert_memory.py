@@ -8,20 +8,20 @@ import sys
 
 from conftest import small_config
 
-from dsv41_jax.files.inventory import nbytes
-from dsv41_jax.files.safetensors import expected_tensors
+from dsv41_jax.files.expected import expected_tensors
 
 MEASURE = """
 import json, resource, sys
-from dsv41_jax.files import convert, orbax_writer as saving
-saving.PART_BYTES = int(sys.argv[3])
+from dsv41_jax.files import orbax_writer
+from dsv41_jax.files.convert import convert_checkpoint
+orbax_writer.PART_BYTES = int(sys.argv[3])
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-convert.convert("tiny", sys.argv[2] + ".warm")
+convert_checkpoint("tiny", sys.argv[2] + ".warm")
 before = peak()
-convert.convert(sys.argv[1], sys.argv[2])
+convert_checkpoint(sys.argv[1], sys.argv[2])
 there = peak()
-convert.convert(sys.argv[2], sys.argv[2] + ".back")
+convert_checkpoint(sys.argv[2], sys.argv[2] + ".back")
 print(json.dumps([before, there, peak()]))
 """
 
@@ -33,8 +33,8 @@ def test_memory_is_that_of_a_part_and_not_of_the_checkpoint(tmp_path):
     wanted = expected_tensors(cfg)
     header, at = {}, 0
     for name, tensor in wanted.items():
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + nbytes(tensor)]}
-        at += nbytes(tensor)
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
     text = json.dumps(header).encode()
     (tmp_path / "source").mkdir()
     (tmp_path / "source/config.json").write_text(json.dumps(cfg.to_dict()))

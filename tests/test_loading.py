@@ -23,8 +23,9 @@ from test_checkpoint import FILE, decode, leaves
 from test_inventory import expected, full, write_shard  # noqa: F401  (the fixture `full` asks for `expected`)
 
 from dsv41_jax import Checkpoint, CheckpointError, Config, Model
+from dsv41_jax.files.directory import locate
+from dsv41_jax.files.expected import expected_tensors
 from dsv41_jax.files.load import byte_ranges, load, load_tables
-from dsv41_jax.files.safetensors import expected_tensors, locate
 
 TABLES = re.compile(r"layers\.\d+\.engram\.embed\.")
 

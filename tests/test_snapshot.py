@@ -319,7 +319,7 @@ for line in sys.stdin:
     target, seed, moment, seconds = line.split()
     began, child = time.perf_counter(), os.fork()
     if not child:
-        snapshot.write(Path(target), entries[int(seed)], cfg, about)
+        snapshot.write_snapshot(Path(target), entries[int(seed)], cfg, about)
         os._exit(0)
     while moment == "writing" and not atomic.partials(Path(target)) and time.perf_counter() - began < 5:
         pass

@@ -14,8 +14,9 @@ ORDER = (
     "nn.dspark nn.transformer nn.replay nn.__init__ "
     "engine.ngrams engine.tables engine.images engine.snapshot engine.verify engine.schedule engine.generate "
     "engine.programs engine.steps engine.speculate engine.chat engine.__init__ "
-    "files.safetensors files.load files.snapshot files.inventory files.orbax files.orbax_writer files.convert "
-    "files.__init__ model __init__ measure cli.__init__ __main__"
+    "files.arrays files.directory files.expected files.inventory files.load files.safetensors files.snapshot "
+    "files.orbax files.orbax_writer files.checkpoint files.convert files.__init__ model __init__ measure "
+    "cli.__init__ cli.show cli.run cli.measure __main__"
 ).split()
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

@@ -30,10 +30,11 @@ from dsv41_jax.config import Config
 from dsv41_jax.engine.schedule import CostTable
 from dsv41_jax.engine.speculate import measure_costs
 from dsv41_jax.engine.tables import PLACEMENTS
-from dsv41_jax.files.convert import FORMATS
-from dsv41_jax.files.convert import convert as convert_checkpoint
+from dsv41_jax.files.convert import convert_checkpoint
+from dsv41_jax.files.directory import LAYOUTS, locate
+from dsv41_jax.files.expected import Expected, expected_tensors
 from dsv41_jax.files.inventory import active, device_bytes, misplaced, table_bytes, totals
-from dsv41_jax.files.safetensors import Checkpoint, Expected, expected_tensors, locate
+from dsv41_jax.files.safetensors import Checkpoint
 from dsv41_jax.measure import measure_context, with_positions
 from dsv41_jax.model import Model
 from dsv41_jax.nn.transformer import abstract_parameters
@@ -178,7 +179,7 @@ def verify(ckpt: str) -> None:
 @app.command()
 @click.argument("src")
 @click.argument("dst")
-@click.option("--to", type=click.Choice(FORMATS), help="default: the layout that SRC is not in")
+@click.option("--to", type=click.Choice(LAYOUTS), help="default: the layout that SRC is not in")
 @click.option("--overwrite", is_flag=True, help="replace the checkpoint DST once the new one is complete")
 def convert(src: str, dst: str, to: str | None, overwrite: bool) -> None:
     """Write checkpoint SRC as DST: from the released layout to Orbax, or from Orbax back, byte for byte."""

@@ -1,4 +1,4 @@
-"""Saving a model to Orbax (`orbax_checkpoint` has the layout): part by part, and readable only once it is complete."""
+"""Writing a model to Orbax (`orbax` has the layout): part by part, and readable only once it is complete."""
 
 from __future__ import annotations
 
@@ -6,35 +6,33 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import nnx
 
 from dsv41_jax import atomic
 from dsv41_jax.config import Config
 from dsv41_jax.engine.tables import Table
+from dsv41_jax.files.directory import BLOCK_BYTES, ROOT, CheckpointError, Progress
+from dsv41_jax.files.expected import ParameterPath, differences, dotted, expected_tables, flat_parameters, kinds
 from dsv41_jax.files.inventory import shard_of
 from dsv41_jax.files.orbax import (
-    BLOCK_BYTES,
-    FORMAT,
-    MANIFEST,
-    ROOT,
-    ParameterPath,
-    dotted,
-    flat_parameters,
+    PARAMETERS,
+    TABLES,
+    Manifest,
+    StoredFile,
+    StoredParameter,
     nested,
     open_checkpointer,
     sha256_of,
-    tables_of,
 )
-from dsv41_jax.files.safetensors import CheckpointError, Progress
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
 
 PART_BYTES, CHUNK_BYTES = 1 << 30, 64 << 20
-Value = Callable[[ParameterPath], Any]
+Value = Callable[[ParameterPath], jax.Array | np.ndarray]
 
 
 def _parts(sizes: Mapping[ParameterPath, int], cfg: Config) -> dict[str, list[ParameterPath]]:
@@ -57,7 +55,7 @@ class Writer:
 
     def __init__(self, directory: Path, cfg: Config, on_progress: Progress | None = None):
         self.directory, self.cfg, self.on_progress = directory, cfg, on_progress
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, StoredParameter] = {}
         self._sums: dict[str, str] = {}
         self._done, self._total = 0, 0
 
@@ -70,19 +68,19 @@ class Writer:
         if self.on_progress is not None:
             self.on_progress(self._done, self._total, name)
 
-    def parameters(self, leaves: Mapping[ParameterPath, Any], value: Value) -> None:
+    def parameters(self, leaves: Mapping[ParameterPath, nnx.Variable], value: Value) -> None:
         """The parameters, part by part; `leaves` have their shapes and dtypes, `value(path)` gives the array."""
         sizes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
         for part, paths in _parts(sizes, self.cfg).items():
             arrays = {dotted(path): value(path) for path in paths}
             for name, array in arrays.items():
-                self._entries[name] = {"part": part, "dtype": array.dtype.name, "shape": list(array.shape)}
+                self._entries[name] = StoredParameter(part, array.dtype.name, array.shape)
             tree = nested(arrays)
             save_args = jax.tree.map(
                 lambda array: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if array.ndim == 3 else ()),
                 tree,
             )
-            folder = self.directory / ROOT / "parameters" / part
+            folder = self.directory / PARAMETERS / part
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open_checkpointer() as checkpointer:
                 checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
@@ -109,12 +107,9 @@ class Writer:
 
     def seal(self) -> None:
         """The manifest, of everything that was written."""
-        files = {
-            name: {"bytes": (self.directory / name).stat().st_size, "sha256": digest}
-            for name, digest in self._sums.items()
-        }
-        body = json.dumps({"format": FORMAT, "parameters": self._entries, "files": files}).encode()
-        (self.directory / MANIFEST).write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode())
+        sizes = {name: (self.directory / name).stat().st_size for name in self._sums}
+        files = {name: StoredFile(sizes[name], digest) for name, digest in self._sums.items()}
+        Manifest(files, self._entries).write(self.directory)
 
 
 def require_replaceable(path: Path) -> None:
@@ -126,7 +121,7 @@ def require_replaceable(path: Path) -> None:
         raise FileExistsError(f"{path}: is not a checkpoint; only a checkpoint is overwritten")
 
 
-def _rows(array: Any) -> Iterator[bytes]:
+def _rows(array: jax.Array | np.ndarray) -> Iterator[bytes]:
     """The bytes of a table, some rows at a time."""
     step = max(1, BLOCK_BYTES // array.shape[1])
     for start in range(0, array.shape[0], step):
@@ -151,9 +146,10 @@ def save(
     if jax.process_count() > 1:
         raise NotImplementedError(f"save: {jax.process_count()} processes; saving is built for one")
     path, leaves = Path(path), flat_parameters(params)
-    wanted = {name: shape for name, (_, shape) in tables_of(cfg).items()}
+    wanted = {name: tensor.shape for name, tensor in expected_tables(cfg).items()}
     arrays = [array for table in tables for array in (table.weight, table.scale)]
-    problems = _differences(leaves, flat_parameters(abstract_parameters(cfg)))
+    own = flat_parameters(abstract_parameters(cfg))
+    problems = differences(kinds(leaves), kinds(own), ("is", "the config's is"))
     scales = {dotted(path): leaf[...] for path, leaf in leaves.items() if leaf.dtype == jnp.float8_e8m0fnu}
     for name, scale in scales.items():
         if (np.asarray(scale).view(np.uint8) == 255).any():
@@ -170,13 +166,6 @@ def save(
         for name, content in ({"config.json": document} | dict(files or {})).items():
             writer.file(name, [content])
         for name, array in zip(wanted, arrays, strict=True):
-            writer.file(f"orbax/engram/{name}", _rows(array), weights=True)
+            writer.file(f"{TABLES}/{name}", _rows(array), weights=True)
         writer.parameters(leaves, lambda path: leaves[path][...])
         writer.seal()
-
-
-def _differences(leaves: Mapping[ParameterPath, Any], wanted: Mapping[ParameterPath, Any]) -> list[str]:
-    found = {dotted(path): (leaf.dtype.name, leaf.shape) for path, leaf in leaves.items()}
-    right = {dotted(path): (leaf.dtype.name, leaf.shape) for path, leaf in wanted.items()}
-    names = sorted(name for name in found.keys() | right.keys() if found.get(name) != right.get(name))
-    return [f"{name}: is {found.get(name)}, the config's is {right.get(name)}" for name in names]
