@@ -171,6 +171,15 @@ def test_verify_names_what_is_wrong_with_an_orbax_checkpoint_in_a_line_each(tmp_
     assert "missing" in error_line(capsys)
 
 
+@pytest.mark.parametrize("name", ["model[v1]", "a[/b]", "[bold]x"])
+def test_brackets_in_a_path_are_not_markup(name, tmp_path, capsys):
+    target = tmp_path / name
+    target.parent.mkdir(exist_ok=True)
+    assert run("convert", "tiny", str(target)) == 0
+    assert error_line(capsys) == f"{target}: complete"
+    assert run("verify", str(target)) == 0
+
+
 def test_the_bundled_name_means_the_bundled_checkpoint_whatever_lies_beside(tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny/orbax").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -143,7 +143,9 @@ def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str, backend: 
         values, seen = called(model, ids, [name for name in taps.split(",") if name])
         arrays = {name: to_host(value) for name, value in {"logits": values, **seen}.items()}
     write_npz(Path(out), arrays)
-    STDERR.print(f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()))
+    STDERR.print(
+        f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()), soft_wrap=True
+    )
 
 
 def called(model: Model, tokens: np.ndarray, taps: Sequence[str]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -72,7 +72,7 @@ def convert(src: str, dst: str, to: str | None, overwrite: bool) -> None:
 
     with progress("converting", DownloadColumn()) as advance:
         convert_checkpoint(src, dst, to, overwrite=overwrite, on_progress=advance)
-    STDERR.print(f"{dst}: complete")
+    STDERR.print(f"{dst}: complete", soft_wrap=True)
 
 
 def plan_table(cfg: Config) -> Table:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from dsv41_jax import atomic
-from dsv41_jax.files.directory import LAYOUTS, CheckpointError, Progress, blocks, is_orbax, locate
+from dsv41_jax.files.directory import LAYOUTS, CheckpointError, Progress, blocks, inside, is_orbax, locate
 from dsv41_jax.files.expected import (
     Expected,
     ParameterPath,
@@ -87,7 +87,7 @@ def _write_orbax(source: Path, directory: Path, on_progress: Progress | None) ->
     writer = Writer(directory, checkpoint.config, on_progress)
     writer.expect(sum(tensor.nbytes for tensor in expected.values()))
     for relative in _beside(source, files):
-        writer.file(relative.as_posix(), blocks(source / relative))
+        writer.file(relative.as_posix(), blocks(inside(source, relative.as_posix())))
     for file in sorted(files):
         length = struct.unpack("<Q", next(blocks(file, 0, 8)))[0]
         writer.file(f"{HEADERS}/{file.name}", blocks(file, 0, 8 + length))
@@ -141,7 +141,8 @@ def _write_safetensors(source: Path, directory: Path, on_progress: Progress | No
                     stream.seek(tensors[name].start)
                     put(stream, memoryview(np.ascontiguousarray(piece)), name)
     for name in sorted(checkpoint.beside(), key=lambda name: name == "config.json"):
-        _copy(source / name, directory / name)  # last the config, without which nothing unfinished can be loaded
+        _copy(inside(source, name), inside(directory, name))  # the config last: nothing unfinished can be loaded
+    Checkpoint(directory).check()
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 ROOT = "orbax"  # the folder that only one of the layouts has
 LAYOUTS = ("orbax", "safetensors")
@@ -50,6 +50,30 @@ def _download(name: str) -> Path:
 def is_orbax(path: str | Path) -> bool:
     """Whether a directory is of the Orbax layout, complete or not."""
     return (Path(path) / ROOT).is_dir()
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name that a file gives can be one of a file inside the directory."""
+    path = PurePosixPath(name)
+    return (
+        bool(path.parts)
+        and path.as_posix() == name
+        and not path.is_absolute()
+        and not {"..", "\0"} & {*path.parts, *name}
+    )
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The file `name` of a directory. Raises CheckpointError for one that leads out of it, by itself or as a link; in
+    the hub's cache files are links to the `blobs` beside the snapshots."""
+    home = directory.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    try:
+        if is_inside(name) and any((directory / name).resolve().is_relative_to(allowed) for allowed in homes):
+            return directory / name
+    except (OSError, RuntimeError):  # links in a circle
+        pass
+    raise CheckpointError(directory, [f"{name!r}: is not a file inside the checkpoint"])
 
 
 def blocks(file: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from dsv41_jax.config import Config
-from dsv41_jax.files.directory import ROOT, CheckpointError, Progress, blocks, locate
+from dsv41_jax.files.directory import ROOT, CheckpointError, Progress, blocks, inside, locate
 from dsv41_jax.files.expected import (
     DTYPES,
     Expected,
@@ -91,14 +91,27 @@ class Manifest:
             raise CheckpointError(directory, [f"{MANIFEST}: cannot be read ({error.strerror}); incomplete?"]) from None
         if hashlib.sha256(body).hexdigest().encode() != digest:
             raise CheckpointError(directory, [f"{MANIFEST}: its SHA-256 is another than it says"])
-        manifest = json.loads(body)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(directory, [f"{MANIFEST}: format {manifest['format']} is not {FORMAT}"])
-        parameters = {name: entry | {"shape": tuple(entry["shape"])} for name, entry in manifest["parameters"].items()}
-        return cls(
-            {name: StoredFile(**entry) for name, entry in manifest["files"].items()},
-            {name: StoredParameter(**entry) for name, entry in parameters.items()},
-        )
+        wrong = "malformed"
+        try:
+            document = json.loads(body)
+            if document["format"] != FORMAT:
+                wrong = f"format {document['format']} is not {FORMAT}"
+            elif (manifest := cls._parsed(document)) is not None:
+                return manifest
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        raise CheckpointError(directory, [f"{MANIFEST}: {wrong}"])
+
+    @classmethod
+    def _parsed(cls, document: dict[str, Any]) -> Manifest | None:
+        """The manifest of a JSON document, None when a value is of a wrong type; raises what Python does for others."""
+        files = {name: StoredFile(**entry) for name, entry in document["files"].items()}
+        held = {name: StoredParameter(**entry) for name, entry in document["parameters"].items()}
+        parameters = {name: entry._replace(shape=tuple(entry.shape)) for name, entry in held.items()}
+        sizes = [n for entry in parameters.values() for n in entry.shape] + [file.bytes for file in files.values()]
+        texts = [text for entry in parameters.values() for text in entry[:2]] + [file.sha256 for file in files.values()]
+        sound = all(type(n) is int and n >= 0 for n in sizes) and all(type(text) is str for text in texts)
+        return cls(files, parameters) if sound else None
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,9 +139,11 @@ def restore_part(
         for name in names
     }
     folder = f"{PARAMETERS}/{part}"
+    path = (directory / folder).absolute()
     try:
+        if not (path / "manifest.ocdbt").is_file():  # without it every array fails by itself, some after the call
+            raise FileNotFoundError("manifest.ocdbt is missing")
         with open_checkpointer() as checkpointer:
-            path = (directory / folder).absolute()
             tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=nested(restore_args)))
         return {name: functools.reduce(operator.getitem, name.split("."), tree) for name in names}
     except (ValueError, OSError, KeyError) as error:
@@ -173,8 +188,10 @@ class OrbaxCheckpoint:
 
     def _check_files(self) -> None:
         problems = []
+        for part in {entry.part for entry in self.entries.values()}:
+            inside(self.path, f"{PARAMETERS}/{part}")
         for name, entry in self.files.items():
-            file = self.path / name
+            file = inside(self.path, name)
             size = file.stat().st_size if file.is_file() else None
             if size != entry.bytes:
                 problems.append(f"{name}: missing" if size is None else f"{name}: {size} bytes, not {entry.bytes}")
@@ -233,8 +250,16 @@ class OrbaxCheckpoint:
         return expected_tensors(self.config, params)
 
     def verify(self) -> list[str]:
-        """`deviations`, or if there are none the files whose contents are damaged: reads all of them."""
-        return self.deviations() or self._damaged(self.files)
+        """`deviations`, or if there are none the files whose contents are damaged, or if none are what Orbax cannot
+        read: reads everything."""
+        if problems := self.deviations() or self._damaged(self.files):
+            return problems
+        try:
+            for _ in self.parts():
+                pass
+        except CheckpointError as error:
+            return list(error.problems)
+        return []
 
     def held(self) -> tuple[int, int]:
         """(parameters and tensors of tables, their bytes)."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -16,17 +20,19 @@ from flax import nnx
 from dsv41_jax import atomic
 from dsv41_jax.config import Config
 from dsv41_jax.engine.tables import Table
-from dsv41_jax.files.directory import BLOCK_BYTES, ROOT, CheckpointError, Progress
+from dsv41_jax.files.directory import BLOCK_BYTES, ROOT, CheckpointError, Progress, inside
 from dsv41_jax.files.expected import ParameterPath, differences, dotted, expected_tables, flat_parameters, kinds
 from dsv41_jax.files.inventory import shard_of
 from dsv41_jax.files.orbax import (
     PARAMETERS,
     TABLES,
     Manifest,
+    OrbaxCheckpoint,
     StoredFile,
     StoredParameter,
     nested,
     open_checkpointer,
+    restore_part,
     sha256_of,
 )
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
@@ -48,6 +54,23 @@ def _parts(sizes: Mapping[ParameterPath, int], cfg: Config) -> dict[str, list[Pa
         left[part] -= size
         parts.setdefault(f"{shard:03d}.{part}", []).append(path)
     return parts
+
+
+@contextmanager
+def _plain(folder: Path) -> Iterator[Path]:
+    """A path to `folder` that is no pattern: Orbax finds its own files by a glob over the whole path, and does without
+    what it does not find."""
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as links:
+        link = Path(links) / "parent"
+        link.symlink_to(folder.parent)
+        yield link / folder.name
+
+
+def _checksum(array: jax.Array | np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 class Writer:
@@ -80,17 +103,26 @@ class Writer:
                 lambda array: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if array.ndim == 3 else ()),
                 tree,
             )
+            sums = {name: _checksum(array) for name, array in arrays.items()}
             folder = self.directory / PARAMETERS / part
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with open_checkpointer() as checkpointer:
-                checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+            with open_checkpointer() as checkpointer, _plain(folder.absolute()) as target:
+                checkpointer.save(target, args=ocp.args.PyTreeSave(tree, save_args=save_args))
             del arrays, tree
+            self._read_back(part, sums)
             self._hash(folder)
             self._advance(sum(sizes[path] for path in paths), f"{dotted(paths[0])} ...")
 
+    def _read_back(self, part: str, sums: Mapping[str, int]) -> None:
+        """Raise CheckpointError unless Orbax reads what it has said to have written."""
+        found = restore_part(self.directory, part, list(sums))
+        wrong = [name for name, array in found.items() if _checksum(array) != sums[name]]
+        if wrong:
+            raise CheckpointError(self.directory, [f"{name}: Orbax reads other bytes than it wrote" for name in wrong])
+
     def file(self, name: str, content: Iterable[bytes], *, weights: bool = False) -> None:
         """A file by its name relative to the directory; `weights`: its bytes count as progress."""
-        target, digest = self.directory / name, hashlib.sha256()
+        target, digest = inside(self.directory, name), hashlib.sha256()
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("xb") as stream:
             for block in content:
@@ -106,10 +138,11 @@ class Writer:
         self._sums |= sha256_of(self.directory, sorted(files))
 
     def seal(self) -> None:
-        """The manifest, of everything that was written."""
+        """The manifest, of everything that was written. Raises CheckpointError when it cannot be read as a whole."""
         sizes = {name: (self.directory / name).stat().st_size for name in self._sums}
         files = {name: StoredFile(sizes[name], digest) for name, digest in self._sums.items()}
         Manifest(files, self._entries).write(self.directory)
+        OrbaxCheckpoint(self.directory).check()
 
 
 def require_replaceable(path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import TensorSpec, serialize
 
 from dsv41_jax.config import Config
-from dsv41_jax.files.directory import CheckpointError, locate
+from dsv41_jax.files.directory import CheckpointError, is_inside, locate
 from dsv41_jax.files.expected import DTYPES, Expected, expected_tensors
 from dsv41_jax.files.inventory import misplaced
 from dsv41_jax.files.load import TensorInfo, load, load_tables
@@ -140,7 +140,7 @@ class Checkpoint:
             document = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
             placed = dict(document["weight_map"])
             files = sorted(set(placed.values()))
-            bad = [file for file in files if not isinstance(file, str) or Path(file).name != file]
+            bad = [file for file in files if not isinstance(file, str) or "/" in file or not is_inside(file)]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return {}, [f"{index.name}: unreadable index ({error})"]
         if bad:

@@ -112,8 +112,11 @@ def read_snapshot(path: Path, cfg: Config, about: Identity) -> Snapshot:
     found = meta.pop("sha256", None)
     if found != (right := _checksum(meta, arrays)):
         raise SnapshotError(path, f"is damaged: its content has SHA-256 {right}, the header says {found}")
-    lengths = meta.get("lengths")
+    lengths, ratios = meta.get("lengths"), [cfg.compress_ratios[layer] for layer in cfg.kv_source_layer_ids]
     if not isinstance(lengths, list) or not all(type(n) is int and 0 <= n < 1 << 31 for n in lengths):
         raise SnapshotError(path, f"lengths {lengths} are not numbers of tokens")
+    for name, ratio in zip(wanted, np.repeat(ratios, 2), strict=True):
+        if arrays[name].shape[:2] != (needed := (len(lengths), max(lengths, default=0) // ratio)):
+            raise SnapshotError(path, f"{name} is {list(arrays[name].shape[:2])}, {lengths} tokens need {list(needed)}")
     pairs = tuple((arrays[main], arrays[keys]) for main, keys in zip(wanted[::2], wanted[1::2], strict=True))
     return Snapshot(np.array(lengths, np.int32), pairs)
