@@ -79,7 +79,7 @@ def _key(path: str, **optional: Any) -> Any:
 _TEXT, _YARN, _VISION, _QUANT = "text_config.", "text_config.rope_scaling.", "vision_config.", "quantization_config."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The architecture as flat data. A field is named after its key; `json_text` keeps the file's every key.
 

@@ -24,9 +24,10 @@ from dsv41_jax.engine.schedule import CostTable
 from dsv41_jax.engine.snapshot import Snapshot
 from dsv41_jax.engine.tables import EngramLookup, check_placement
 from dsv41_jax.engine.verify import REJECTION
-from dsv41_jax.files import snapshot as snapshot_file
-from dsv41_jax.files.load import Loaded, load, load_tables
-from dsv41_jax.files.safetensors import Checkpoint, CheckpointError, Progress
+from dsv41_jax.files.checkpoint import open_checkpoint
+from dsv41_jax.files.directory import CheckpointError, Progress
+from dsv41_jax.files.load import Loaded
+from dsv41_jax.files.snapshot import fingerprint, identity, read_snapshot, write_snapshot
 from dsv41_jax.nn.cache import Cache
 from dsv41_jax.nn.dspark import Drafts
 from dsv41_jax.nn.random import random_parameters
@@ -100,23 +101,14 @@ class Model:
         check_placement(engram, mesh)
         numerics_by_name(numerics, backend)
         check_backend(backend, 1 if mesh is None else mesh.size)
-        if (Path(path_or_name) / "orbax").is_dir():
-            from dsv41_jax.files.orbax import OrbaxCheckpoint
-
-            if loaded is not None:
-                raise ValueError("loaded: an Orbax checkpoint cannot go on from a part of it; leave `loaded` out")
-            stored = OrbaxCheckpoint(path_or_name)
-            checkpoint: Checkpoint = stored
-            params = stored.restore(mesh, on_progress=on_progress)
-        else:
-            checkpoint = Checkpoint(path_or_name)
-            params = load(checkpoint, mesh, on_progress=on_progress, loaded=loaded)
-        stored_config, config = checkpoint.config, config or checkpoint.config
-        tokenizer = read_tokenizer(checkpoint.path, required=bool(stored_config.engram_layer_ids))
+        stored = open_checkpoint(path_or_name)
+        params = stored.parameters(mesh, on_progress=on_progress, loaded=loaded)
+        own, config = stored.config, config or stored.config
+        tokenizer = read_tokenizer(stored.path, required=bool(own.engram_layer_ids))
         lookup = None
         if tokenizer is not None and config.engram_layer_ids:
-            tables = load_tables(checkpoint, engram, mesh, on_progress=on_progress, loaded=loaded)
-            lookup = EngramLookup(stored_config, compressed_ids(tokenizer, stored_config), tables)
+            tables = stored.tables(engram, mesh, on_progress=on_progress, loaded=loaded)
+            lookup = EngramLookup(own, compressed_ids(tokenizer, own), tables)
         return cls(config, params, numerics=numerics, backend=backend, engram=lookup, tokenizer=tokenizer)
 
     @classmethod
@@ -392,20 +384,20 @@ class Model:
         """SHA-256 that tells these parameters from another checkpoint's (`files.snapshot.fingerprint`)."""
         leaves = self.engine.programs.leaves
         if self._fingerprint[0] is not leaves:
-            self._fingerprint = (leaves, snapshot_file.fingerprint(self.params, self.engram))
+            self._fingerprint = (leaves, fingerprint(self.params, self.engram))
         return self._fingerprint[1]
 
     def export_snapshot(self, snapshot: Snapshot, path: str | Path) -> None:
         """Write a cache's snapshot to a file, checksummed; killed at any moment, the old or the new file stands."""
-        snapshot_file.write(Path(path), snapshot, self.config, self._identity())
+        write_snapshot(Path(path), snapshot, self.config, self._identity())
 
     def import_snapshot(self, path: str | Path) -> Snapshot:
         """Read a snapshot. Raises SnapshotError when the file is damaged or belongs to another model, config or
         numerics."""
-        return snapshot_file.read(Path(path), self.config, self._identity())
+        return read_snapshot(Path(path), self.config, self._identity())
 
     def _identity(self) -> Mapping[str, str]:
-        return snapshot_file.identity(self.config, self.numerics, self.fingerprint)
+        return identity(self.config, self.numerics, self.fingerprint)
 
 
 def read_tokenizer(directory: Path, *, required: bool) -> Tokenizer | None:

@@ -74,7 +74,16 @@ def compare(cfg: Config, params: Transformer, name: str, *, prompt: int, decoded
         theirs, ours = (float(np.median(relative_l2(found[place], wanted))) for found in (xla, pallas))
         verdict = PASS if ours <= RULE * theirs else FAIL
         case, array = place.split("/")
-        rows.append(Row(case, array, f"{ours:.4f}", "median of rows", verdict, f"<= {RULE} x {theirs:.4f}"))
+        rows.append(
+            Row(
+                case=case,
+                array=array,
+                error=f"{ours:.4f}",
+                where="median of rows",
+                verdict=verdict,
+                rule=f"<= {RULE} x {theirs:.4f}",
+            )
+        )
     return rows
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from dsv41_jax import Cache, Config, Model
 from dsv41_jax.engine.images import ImageSource, Patches, preprocess
+from dsv41_jax.files.arrays import to_host
 from dsv41_jax.nn.dspark import Drafts
 from dsv41_jax.nn.vision import ImageInput
 from parity.table import FAIL, NOT_JUDGED, PASS, Row, compare, compare_equal, compare_sets, place, relative_l2
@@ -120,11 +120,6 @@ def _images(
     return arrays, model.embed_images(ids, of_row)
 
 
-def to_host(value: jax.Array) -> np.ndarray:
-    """In NumPy's own dtypes: bfloat16 becomes float32."""
-    return np.asarray(value, np.float32 if value.dtype.name == "bfloat16" else value.dtype)
-
-
 def _tap_of(array: str) -> str | None:
     """The tap behind a golden array, if it is one."""
     name = array.removesuffix("[-3:]")
@@ -143,11 +138,25 @@ def _pool_mask(blocks: np.ndarray, size: int, shape: tuple[int, ...], ratio: int
 def _judge(case: str, array: str, run: CaseRun, golden: np.ndarray, bound: float) -> Row:
     """A float32 array, a selection or a cache leaf of a case that ran."""
     if array.startswith("margin."):
-        return Row(case, array, "", "", NOT_JUDGED, "a gap between golden scores, not an output")
+        return Row(
+            case=case,
+            array=array,
+            error="",
+            where="",
+            verdict=NOT_JUDGED,
+            rule="a gap between golden scores, not an output",
+        )
     if array.startswith("cache"):
         rows = run.cache_leaf(array, golden)
         if rows is None:
-            return Row(case, array, "", "", NOT_JUDGED, "released rings are still empty here; see cache_after_spec0")
+            return Row(
+                case=case,
+                array=array,
+                error="",
+                where="",
+                verdict=NOT_JUDGED,
+                rule="released rings are still empty here; see cache_after_spec0",
+            )
         return compare(case, array, *rows, bound)
     name = array.removesuffix("[-3:]")
     if name == "engram_hash_ids":
@@ -174,7 +183,9 @@ def _judge_noise(case: str, array: str, run: CaseRun, golden: np.ndarray, noise:
         return _judge(case, array, run, golden, TOLERANCE)
     if golden.dtype != np.float32:
         row = _judge(case, array, run, golden, TOLERANCE)
-        return Row(case, array, row.error, row.where, NOT_JUDGED, "chaotic: routing flips")
+        return Row(
+            case=case, array=array, error=row.error, where=row.where, verdict=NOT_JUDGED, rule="chaotic: routing flips"
+        )
     factor = 1.5 if array.endswith(("attn_out", "ffn_out", "latent")) else 1.0
     error = relative_l2(run.arrays[array], golden)
     bound = factor * (np.array(noise) if len(noise) == len(error) else np.full(len(error), max(noise)))
@@ -185,7 +196,9 @@ def _judge_noise(case: str, array: str, run: CaseRun, golden: np.ndarray, noise:
         verdict, rule = PASS if error.max() <= BFLOAT16_ULP else FAIL, "relative L2 <= 2^-7, a bfloat16 ulp"
     elif case != "e":
         verdict, rule = NOT_JUDGED, "chaotic: routing flips"
-    return Row(case, array, f"{error[worst]:.2e}", place((np.intp(worst),)), verdict, rule)
+    return Row(
+        case=case, array=array, error=f"{error[worst]:.2e}", where=place((np.intp(worst),)), verdict=verdict, rule=rule
+    )
 
 
 def _judge_rows(case: str, array: str, run: CaseRun, golden: np.ndarray) -> Iterator[Row]:
@@ -198,7 +211,14 @@ def _judge_rows(case: str, array: str, run: CaseRun, golden: np.ndarray) -> Iter
         error = np.abs(got - wanted).max(axis=-1)
         off = np.flatnonzero(error > TOLERANCE)
         until = f"first off at position {off[0]}" if off.size else "agrees throughout"
-        yield Row(case, f"{array} row {row}", f"{error.max():.2e}", place((error.argmax(),)), NOT_JUDGED, until)
+        yield Row(
+            case=case,
+            array=f"{array} row {row}",
+            error=f"{error.max():.2e}",
+            where=place((error.argmax(),)),
+            verdict=NOT_JUDGED,
+            rule=until,
+        )
 
 
 def _cases(outputs: dict[str, np.ndarray]) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from dsv41_jax.engine.snapshot import Snapshot
 from parity.table import relative_l2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Deviation:
     """Last-token logits of one kind of replay: relative L2 (median, largest), KL of exact from replayed in nats
     (mean), share of prompts whose best token is the same."""
@@ -38,7 +38,14 @@ def deviation(kind: str, tokens: int, exact: np.ndarray, replayed: np.ndarray) -
     log_p, log_q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in (exact, replayed))
     divergence = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()
     same = (exact.argmax(axis=-1) == replayed.argmax(axis=-1)).mean()
-    return Deviation(kind, tokens, float(np.median(error)), float(error.max()), float(divergence), float(same))
+    return Deviation(
+        kind=kind,
+        tokens=tokens,
+        median=float(np.median(error)),
+        largest=float(error.max()),
+        divergence=float(divergence),
+        same_token=float(same),
+    )
 
 
 def measure(model: Model, lengths: Sequence[int], prompts: int, seed: int = 0) -> list[Deviation]:

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 from dsv41_jax import Config, cli
+from dsv41_jax.cli import show
 
 TINY = ROOT / "dsv41_jax/data/tiny"
 
@@ -58,7 +59,7 @@ def test_info_counts_the_bytes_of_each_device_of_a_mesh_that_is_not_there(capsys
 
 def test_info_of_the_released_config_needs_no_files(monkeypatch, capsys):
     monkeypatch.setattr(Config, "flash", Config.tiny)  # which is small; the released counts stand in test_inventory
-    monkeypatch.setattr(cli, "Checkpoint", lambda *_, **__: pytest.fail("a checkpoint was opened"))
+    monkeypatch.setattr(show, "open_checkpoint", lambda *_, **__: pytest.fail("a checkpoint was opened"))
     assert run("info", "flash") == 0
     assert f"{2346349:,}" in capsys.readouterr().out
 
@@ -83,21 +84,6 @@ def test_logits_file_holds_the_models_logits_and_taps(tokens, tmp_path, tiny):
     assert set(found) == {"logits", "layers.3.index_topk", "layers.0.out"}
     np.testing.assert_array_equal(found["logits"], tiny(np.load(tokens)["tokens"]).logits)
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".npz"] == []
-
-
-def test_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
-    path = tmp_path / "out.npz"
-    path.write_bytes(b"old")
-
-    def half(stream, **_):
-        stream.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(np, "savez", half)
-    with pytest.raises(OSError, match="disk full"):
-        cli.write_npz(path, {"a": np.zeros(1)})
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +133,74 @@ def test_bad_cost_table_is_named(tmp_path, capsys):
     path.write_text(json.dumps({"tokens": [2], "verify": [], "draft": 1}))
     assert run("generate", "tiny", "--prompt", "a", "--cost", str(path)) == 2
     assert str(path) in error_line(capsys)
+
+
+def test_info_and_verify_read_what_convert_wrote(tmp_path, capsys):
+    stored = tmp_path / "stored"
+    assert run("info", "tiny", "--mesh", "data=1,expert=2") == 0
+    wanted = capsys.readouterr().out
+    assert run("convert", "tiny", str(stored)) == 0
+    assert error_line(capsys) == f"{stored}: complete"
+    assert run("info", str(stored), "--mesh", "data=1,expert=2") == 0
+    assert capsys.readouterr().out == wanted
+    assert run("verify", str(stored)) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{stored}: ") and line.endswith(" tensors, 2,346,349 bytes, 0 deviations")
+
+
+def test_verify_names_what_is_wrong_with_an_orbax_checkpoint_in_a_line_each(tmp_path, capsys):
+    stored = tmp_path / "stored"
+    assert run("convert", "tiny", str(stored)) == 0
+    largest = max((stored / "orbax/parameters").rglob("*"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(largest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    largest.write_bytes(damaged)
+    capsys.readouterr()
+    assert run("verify", str(stored)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{largest.relative_to(stored)}: damaged (SHA-256 differs)"
+    assert lines[1].endswith(" 1 deviations") and len(lines) == 2
+    assert run("info", str(stored)) == 0  # which reads no weights
+    largest.unlink()
+    (stored / "orbax/engram/layers.1.engram.embed.scale").unlink()
+    capsys.readouterr()
+    assert run("verify", str(stored)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2] for line in lines[:2]] == ["missing", "missing"] and len(lines) == 3
+    assert run("info", str(stored)) == 2
+    assert "missing" in error_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["model[v1]", "a[/b]", "[bold]x"])
+def test_brackets_in_a_path_are_not_markup(name, tmp_path, capsys):
+    target = tmp_path / name
+    target.parent.mkdir(exist_ok=True)
+    assert run("convert", "tiny", str(target)) == 0
+    assert error_line(capsys) == f"{target}: complete"
+    assert run("verify", str(target)) == 0
+
+
+def test_the_bundled_name_means_the_bundled_checkpoint_whatever_lies_beside(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tiny/orbax").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert run("info", "tiny") == 0
+    capsys.readouterr()
+    assert run("info", "./tiny") == 2
+    assert "MANIFEST: cannot be read" in error_line(capsys)
+
+
+def test_listing_the_commands_loads_no_orbax_and_no_parser():
+    code = """
+import sys, types
+model = sys.modules["dsv41_jax.model"] = types.ModuleType("dsv41_jax.model")  # what it needs is its own affair
+model.Model = type("Model", (), {})
+from dsv41_jax import cli
+cli.main(["--help"])
+print([name for name in ("orbax", "orbax.checkpoint", "deepseek_recipe", "tokenizers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert re.search(r"^  verify +Check names", done.stdout, re.MULTILINE)
 
 
 def test_demo_runs_in_a_process_of_its_own_and_streams_a_text():

@@ -1,11 +1,14 @@
-"""Orbax directories: what they hold, the way back byte for byte, other meshes, damage, and processes that are killed.
+"""Conversion: the way back byte for byte, processes that are killed, and memory.
 
 Expected bytes come from the safetensors files themselves, read by their format alone, and from the safetensors package.
 """
 
 import contextlib
+import hashlib
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -14,173 +17,31 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDEN, small_config
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save as library_save
+from test_orbax import TINY, contents, forge, leaves
 
 from dsv41_jax import Checkpoint, CheckpointError, ConfigError, atomic, cli
-from dsv41_jax.engine.tables import EngramLookup
 from dsv41_jax.files import convert
-from dsv41_jax.files import orbax_writer as saving
+from dsv41_jax.files.directory import is_orbax
+from dsv41_jax.files.expected import expected_tensors
 from dsv41_jax.files.inventory import misplaced
-from dsv41_jax.files.load import load_tables
-from dsv41_jax.files.orbax import OrbaxCheckpoint, is_orbax
-from dsv41_jax.nn.random import random_parameters
-from dsv41_jax.nn.transformer import abstract_parameters
-from dsv41_jax.sharding import placements
+from dsv41_jax.files.orbax import OrbaxCheckpoint
 
-TINY = GOLDEN["tiny-full"]
-KIND = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "uint8", "BF16": "bfloat16", "F32": "float32"}
-
-
-def tensors(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    raw = file.read_bytes()
-    start = 8 + struct.unpack("<Q", raw[:8])[0]
-    header = json.loads(raw[8:start])
-    header.pop("__metadata__", None)
-    return {n: (e["dtype"], e["shape"], raw[start:][slice(*e["data_offsets"])]) for n, e in header.items()}
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
-def leaves(params: nnx.Module) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """(dtype, shape, bytes) of every parameter by its dotted path."""
-    flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(params))}
-    return {name: (value.dtype.name, value.shape, value.tobytes()) for name, value in flat.items()}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """The bundled tensors as no library would write them: two shards, tensors shuffled, odd spaces, metadata."""
-    directory = tmp_path_factory.mktemp("source") / "model"
-    directory.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        shutil.copy(TINY / name, directory)
-    (directory / "inference").mkdir()
-    (directory / "inference/model.py").write_text("# released beside the weights\n")
-    (directory / ".git").mkdir()
-    (directory / ".git/HEAD").write_text("not a part of the checkpoint")
-    bundled = list(tensors(TINY / "model.safetensors").items())
-    random.Random(1).shuffle(bundled)
-    placed = {}
-    for number, chosen in ((1, bundled[::3]), (2, [*bundled[1::3], *bundled[2::3]])):
-        file, header, data = f"model-{number:05d}-of-00002.safetensors", {"__metadata__": {"by": "hand"}}, b""
-        for name, (dtype, shape, content) in chosen:
-            header[name] = {"shape": shape, "data_offsets": [len(data), len(data) + len(content)], "dtype": dtype}
-            data += content
-            placed[name] = file
-        text = json.dumps(header, indent=number).encode() + b"   " * number
-        (directory / file).write_bytes(struct.pack("<Q", len(text)) + text + data)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def stored(source) -> Path:
-    """`source` in Orbax, by the command."""
-    directory = source.parent / "stored"
-    cli.main(["convert", str(source), str(directory)])
-    return directory
-
-
-@pytest.fixture
-def damaged(stored, tmp_path) -> Path:
-    return Path(shutil.copytree(stored, tmp_path / "damaged"))
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    """(parameters, Engram memory, the Orbax directory) of a random model saved while it lies on four devices."""
-    cfg, directory = small_config(), tmp_path_factory.mktemp("live") / "orbax"
-    params = random_parameters(cfg)
-    mesh = jax.make_mesh((1, 4), ("data", "expert"))
-    graph, state = nnx.split(params)
-    where, flat = placements(params, mesh), dict(nnx.to_flat_state(state))
-    flat = {path: leaf.replace(jax.device_put(leaf[...], where[path])) for path, leaf in flat.items()}
-    assert len({leaf[...].sharding for leaf in flat.values()}) > 1
-    memory = EngramLookup.random(cfg)
-    sharded = nnx.merge(graph, nnx.from_flat_state(flat))
-    saving.save(sharded, directory, cfg, tables=memory.tables, files={"tokenizer.json": b"{}"})
-    return params, memory, directory
+WEIGHTS = {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+pytest_plugins = ["test_orbax"]  # fixtures
 
 
 def test_the_way_to_orbax_and_back_gives_the_same_files(source, stored, tmp_path):
-    convert.convert(stored, tmp_path / "back")
+    convert.convert_checkpoint(stored, tmp_path / "back")
     wanted = contents(source)
     wanted.pop(".git/HEAD")
     assert contents(tmp_path / "back") == wanted
     assert is_orbax(stored) and not is_orbax(source)
-
-
-def test_parameters_and_tables_are_the_bytes_of_the_files_as_quantized_as_stored(stored):
-    bundled = tensors(TINY / "model.safetensors")
-    checkpoint = OrbaxCheckpoint(stored)
-    seen, calls = set(), []
-    restored = leaves(checkpoint.restore(on_progress=lambda *call: calls.append(call)))
-    for name, (kind, shape, content) in restored.items():
-        at = name.find(".experts.") + len(".experts.")
-        parts = [f"{name[:at]}{e}.{name[at:]}" for e in range(shape[0])] if ".experts." in name else [name]
-        assert {KIND[bundled[part][0]] for part in parts} == {kind}
-        assert [tuple(bundled[part][1]) for part in parts] == [shape[len(parts) > 1 :]] * len(parts)
-        assert b"".join(bundled[part][2] for part in parts) == content
-        seen |= set(parts)
-    for layer, mapped, read in zip((1, 4), checkpoint.tables(), load_tables(checkpoint, "host"), strict=True):
-        for kind in ("weight", "scale"):
-            name = f"layers.{layer}.engram.embed.{kind}"
-            assert bundled[name][2] == getattr(mapped, kind).tobytes() == getattr(read, kind).tobytes()
-            seen.add(name)
-    assert seen == set(bundled)
-    assert [call[:2] for call in calls] == [(i + 1, len(restored)) for i in range(len(restored))]
-
-
-RESTORE = """
-import json, sys
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
-from dsv41_jax.files.orbax import OrbaxCheckpoint
-from dsv41_jax.nn.transformer import abstract_parameters
-mesh = jax.make_mesh((1, 2), ("data", "expert"))
-checkpoint = OrbaxCheckpoint(sys.argv[1])
-paths = [path for path, _ in nnx.to_flat_state(nnx.state(abstract_parameters(checkpoint.config)))]
-own = {path: NamedSharding(mesh, P(None, "expert") if path[0] == "embed" else P()) for path in paths}
-arrays, report = {}, {}
-for kind, placement in (("mesh", mesh), ("own", own)):
-    for path, leaf in nnx.to_flat_state(nnx.state(checkpoint.restore(placement))):
-        name = kind + ":" + ".".join(map(str, path))
-        arrays[name] = np.frombuffer(np.asarray(leaf[...]).tobytes(), np.uint8)
-        pieces = [shard.data.shape for shard in leaf[...].addressable_shards]
-        report[name] = (len(leaf[...].sharding.device_set), leaf[...].shape, pieces)
-np.savez(sys.argv[2], **arrays)
-print(json.dumps(report))
-"""
-
-
-def test_what_four_devices_saved_two_restore_in_their_own_shardings(live, tmp_path):
-    params, _, directory = live
-    out = tmp_path / "restored.npz"
-    command = [sys.executable, "-c", RESTORE, str(directory), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    report, found, wanted = json.loads(done.stdout), np.load(out), leaves(params)
-    assert set(found) == {f"{kind}:{name}" for kind in ("mesh", "own") for name in wanted}
-    for name in found:
-        assert found[name].tobytes() == wanted[name.partition(":")[2]][2], name
-        devices, shape, pieces = report[name]
-        halved = {"mesh": 0 if ".experts." in name else None, "own": 1 if ":embed." in name else None}
-        axis = halved[name.partition(":")[0]]
-        piece = [size // 2 if i == axis else size for i, size in enumerate(shape)]
-        assert (devices, pieces) == (2, [piece, piece]), name
-    assert sum(".experts." in name for name in found) > 0
 
 
 def library_files(params: nnx.Module, memory, file_of) -> dict[str, bytes]:
@@ -202,7 +63,7 @@ def library_files(params: nnx.Module, memory, file_of) -> dict[str, bytes]:
 
 def test_a_live_model_comes_out_as_the_library_writes_it(live, tmp_path):
     params, memory, directory = live
-    convert.convert(directory, tmp_path / "out")
+    convert.convert_checkpoint(directory, tmp_path / "out")
     found = contents(tmp_path / "out")
     assert json.loads(found.pop("config.json")) == small_config().to_dict()
     assert found.pop("tokenizer.json") == b"{}"
@@ -212,7 +73,7 @@ def test_a_live_model_comes_out_as_the_library_writes_it(live, tmp_path):
 def test_a_large_live_model_comes_out_in_the_released_placement(live, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "SINGLE_FILE_BYTES", 10_000)
     params, memory, directory = live
-    convert.convert(directory, tmp_path / "out", "safetensors")
+    convert.convert_checkpoint(directory, tmp_path / "out", "safetensors")
     checkpoint = Checkpoint(tmp_path / "out")
     checkpoint.check()
     assert misplaced(checkpoint.placed, small_config()) == []
@@ -224,93 +85,6 @@ def test_a_large_live_model_comes_out_in_the_released_placement(live, tmp_path, 
     assert len(wanted) == 8  # embedding, five layers, head and norm, one Engram
 
 
-def test_nothing_is_cast_cut_or_left_unplaced(stored):  # Orbax restores into another dtype silently
-    checkpoint = OrbaxCheckpoint(stored)
-    template = abstract_parameters(checkpoint.config)
-    graph, state = nnx.split(template)
-    flat = dict(nnx.to_flat_state(state))
-    for path, changed, said in (
-        (("norm", "weight"), jax.ShapeDtypeStruct((96,), jnp.float32), "bfloat16 [96], to be restored as float32 [96]"),
-        (("head", "weight"), jax.ShapeDtypeStruct((287, 96), jnp.bfloat16), "restored as bfloat16 [287, 96]"),
-    ):
-        other = flat | {path: flat[path].replace(changed)}
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.restore(template=nnx.merge(graph, nnx.from_flat_state(other)))
-        assert ".".join(path) in str(caught.value) and said in str(caught.value)
-        assert len(caught.value.problems) == 1
-    mesh = jax.make_mesh((1, 4), ("data", "expert"))
-    where = {path: NamedSharding(mesh, P()) for path in flat if path != ("norm", "weight")}
-    with pytest.raises(ValueError, match=r"no sharding for norm\.weight"):
-        checkpoint.restore(where)
-
-
-def refused(directory: Path, said: str) -> None:
-    """No restore takes it, and says why in one line."""
-    with pytest.raises(CheckpointError) as caught:
-        OrbaxCheckpoint(directory).restore()
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def flip(file: Path, at: float) -> None:
-    """Change a bit of a byte, at this share of the file."""
-    raw = bytearray(file.read_bytes())
-    raw[int(at * len(raw))] ^= 1 << random.Random(len(raw)).randrange(8)
-    file.write_bytes(raw)
-
-
-def kinds(directory: Path) -> dict[str, Path]:
-    """A file of every kind; of the first part, so that it is found soon."""
-    part = min((directory / "orbax/parameters").iterdir())
-    largest = max((path for path in part.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    inner = ("MANIFEST", "headers/model-00002-of-00002.safetensors", "engram/layers.4.engram.embed.scale")
-    names = ("config.json", "inference/model.py", *(f"orbax/{name}" for name in inner))
-    return {name: directory / name for name in names} | {"data": largest, "metadata": part / "_METADATA"}
-
-
-def test_a_flipped_byte_in_any_kind_of_file_is_refused_and_the_file_named(damaged, tmp_path):
-    manifest = damaged / "orbax/MANIFEST"
-    places = [(file, 0.37) for file in kinds(damaged).values()] + [(manifest, 0.0), (manifest, 0.99999)]
-    body = manifest.read_bytes()
-    places.append((manifest, body.rindex(b"\n") / len(body)))
-    for file, at in places:
-        before = file.read_bytes()
-        flip(file, at)
-        refused(damaged, str(file.relative_to(damaged)))
-        file.write_bytes(before)
-    flip(kinds(damaged)["data"], 0.5)
-    with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        convert.convert(damaged, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [damaged]
-
-
-@pytest.mark.slow
-def test_a_flipped_byte_in_any_file_is_refused(damaged):
-    for file in sorted(path for path in damaged.rglob("*") if path.is_file()):
-        before = file.read_bytes()
-        flip(file, random.Random(str(file)).random())
-        refused(damaged, str(file.relative_to(damaged)))
-        file.write_bytes(before)
-    OrbaxCheckpoint(damaged).restore()
-
-
-def test_an_incomplete_directory_is_refused(damaged):
-    for name, file in kinds(damaged).items():
-        before = file.read_bytes()
-        file.write_bytes(before[:-1])
-        refused(damaged, str(file.relative_to(damaged)))
-        file.unlink()
-        refused(damaged, "orbax/MANIFEST: cannot be read" if name == "orbax/MANIFEST" else "missing")
-        file.write_bytes(before)
-    (damaged / "orbax/parameters/more").write_bytes(b"")
-    refused(damaged, "orbax/parameters/more: unexpected")
-
-
-def test_sizes_alone_still_refuse_what_orbax_cannot_read(damaged):
-    flip(kinds(damaged)["metadata"], 0.0)
-    with pytest.raises(CheckpointError, match=r"parameters/001\.0: Orbax cannot read it"):
-        OrbaxCheckpoint(damaged, checksums=False).restore()
-
-
 def test_a_nan_scale_or_a_deviation_of_the_source_is_named_and_nothing_appears(source, tmp_path):
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
     info = Checkpoint(copy).tensors["layers.0.attn.wq_a.scale"]
@@ -318,31 +92,18 @@ def test_a_nan_scale_or_a_deviation_of_the_source_is_named_and_nothing_appears(s
         stream.seek(info.start)
         stream.write(b"\xff")
     with pytest.raises(CheckpointError, match=r"wq_a\.scale: holds E8M0 byte 255"):
-        convert.convert(copy, tmp_path / "out")
+        convert.convert_checkpoint(copy, tmp_path / "out")
     (copy / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="model-00001-of-00002"):
-        convert.convert(copy, tmp_path / "out")
+        convert.convert_checkpoint(copy, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [copy]
-
-
-def test_what_is_not_the_configs_is_not_saved(live, tmp_path):
-    (params, memory, _), cfg = live, small_config()
-    with pytest.raises(CheckpointError, match="tables: shapes"):
-        saving.save(params, tmp_path / "out", cfg)
-    graph, state = nnx.split(params)
-    flat = dict(nnx.to_flat_state(state))
-    path = ("norm", "weight")
-    flat[path] = flat[path].replace(flat[path][...].astype(jnp.float32))
-    with pytest.raises(CheckpointError, match=r"norm\.weight: is \('float32'"):
-        saving.save(nnx.merge(graph, nnx.from_flat_state(flat)), tmp_path / "out", cfg, tables=memory.tables)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_a_complete_new_checkpoint_replaces_an_old_one(stored, live, tmp_path, monkeypatch):
     directory = Path(shutil.copytree(stored, tmp_path / "model"))
     old = contents(directory)
     with pytest.raises(FileExistsError, match="overwrite"):
-        convert.convert(TINY, directory)
+        convert.convert_checkpoint(TINY, directory)
 
     def half(*_: object) -> None:
         raise OSError("disk full")
@@ -350,9 +111,9 @@ def test_only_a_complete_new_checkpoint_replaces_an_old_one(stored, live, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(convert, "_copy", half)
         with pytest.raises(OSError, match="disk full"):
-            convert.convert(live[2], directory, overwrite=True)
+            convert.convert_checkpoint(live[2], directory, overwrite=True)
     assert contents(directory) == old
-    convert.convert(live[2], directory, overwrite=True)
+    convert.convert_checkpoint(live[2], directory, overwrite=True)
     Checkpoint(directory).check()
     assert list(tmp_path.iterdir()) == [directory]
 
@@ -373,14 +134,63 @@ def test_targets_that_would_destroy_something_are_refused_in_one_line(target, tm
 
 def test_a_layout_that_the_source_has_already_is_refused(stored, tmp_path):
     with pytest.raises(ValueError, match="'orbax' is not 'safetensors'"):
-        convert.convert(stored, tmp_path / "x", "orbax")
+        convert.convert_checkpoint(stored, tmp_path / "x", "orbax")
+
+
+def test_a_forged_checkpoint_writes_nothing_outside_its_target(stored, tmp_path):
+    evil = Path(shutil.copytree(stored, tmp_path / "x/y/model"))
+    (tmp_path / "x/y/payload").write_bytes(b"payload")
+
+    def change(document):
+        document["files"]["../payload"] = {"bytes": 7, "sha256": hashlib.sha256(b"payload").hexdigest()}
+        return document
+
+    forge(evil, change)
+    (tmp_path / "victim").mkdir()
+    with pytest.raises(CheckpointError, match=r"'\.\./payload': is not a file inside the checkpoint"):
+        convert.convert_checkpoint(evil, tmp_path / "victim/model")
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "inference/notes.txt", "circle"])
+def test_a_link_out_of_the_source_is_refused(name, source, tmp_path):
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    (tmp_path / "secret").write_bytes(b"secret")
+    (copy / name).symlink_to("../../secret" if "/" in name else "../secret")
+    with pytest.raises(CheckpointError, match=re.escape(f"{name!r}: is not a file inside the checkpoint")):
+        convert.convert_checkpoint(copy, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"copy", "secret"}
+    (copy / name).unlink()
+    (copy / name).symlink_to("config.json" if "/" not in name else "../config.json")  # inside it may link
+    convert.convert_checkpoint(copy, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_the_hubs_cache_of_links_converts(source, stored, tmp_path):
+    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(path for path in source.iterdir() if path.is_file()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    convert.convert_checkpoint(snapshot, tmp_path / "out")
+    wanted = {path.name for path in source.iterdir() if path.is_file()}
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.is_file()} == wanted - WEIGHTS
+    assert parameters(tmp_path / "out") == parameters(stored)
+
+
+def test_what_comes_back_is_read_before_it_counts(stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "check", lambda self, *_: self.fail())
+    with pytest.raises(AttributeError, match="fail"):
+        convert.convert_checkpoint(stored, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 CONVERT = """
 import sys
 from dsv41_jax.files import convert
 print("ready", flush=True)
-convert.convert(sys.argv[1], sys.argv[2], overwrite=True)
+convert.convert_checkpoint(sys.argv[1], sys.argv[2], overwrite=True)
 print("done", flush=True)
 """
 
@@ -419,7 +229,7 @@ def survives(source: Path, old: Path, complete: Path, target: Path, moments: lis
             with contextlib.suppress(CheckpointError, ConfigError):
                 assert read(partial) == new, seconds
     assert unfinished > 0
-    convert.convert(source, target, overwrite=True)
+    convert.convert_checkpoint(source, target, overwrite=True)
     assert read(target) == new
     assert list(target.parent.iterdir()) == [target]
 
@@ -452,3 +262,44 @@ def test_killed_at_20_moments_on_the_way_back_leaves_the_old_or_the_new(source, 
 
     seconds = duration(stored, tmp_path / "model")
     survives(stored, live[2], source, tmp_path / "model", moments(20, seconds), checked)
+
+
+MEASURE = """
+import json, resource, sys
+from dsv41_jax.files import orbax_writer
+from dsv41_jax.files.convert import convert_checkpoint
+orbax_writer.PART_BYTES = int(sys.argv[3])
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+convert_checkpoint("tiny", sys.argv[2] + ".warm")
+before = peak()
+convert_checkpoint(sys.argv[1], sys.argv[2])
+there = peak()
+convert_checkpoint(sys.argv[2], sys.argv[2] + ".back")
+print(json.dumps([before, there, peak()]))
+"""
+
+
+def test_memory_is_that_of_a_part_and_not_of_the_checkpoint(tmp_path):
+    cfg = small_config(
+        n_routed_experts=32, hidden_size=512, moe_intermediate_size=512, engram_num_embeddings=[2_000_000]
+    )
+    wanted = expected_tensors(cfg)
+    header, at = {}, 0
+    for name, tensor in wanted.items():
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header).encode()
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/config.json").write_text(json.dumps(cfg.to_dict()))
+    with (tmp_path / "source/model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + at)
+    part = 8 << 20  # the largest parameter is smaller
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "source"), str(tmp_path / "orbax"), str(part)]
+    # One arena: what the allocator keeps for each of Orbax's threads is not what is looked for.
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=environment)
+    before, there, back = json.loads(done.stdout)
+    assert at > 12 * part
+    assert max(there, back) - before < 6 * part, (there - before, back - before)

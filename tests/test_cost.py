@@ -53,7 +53,8 @@ def layer_cost(plan, length):
             selected, blocks = (jnp.zeros((1, 1, k), jnp.int32) for k in (CFG.index_topk, CFG.candidate_topk_blocks))
             published = Shared(rows.main, rows.index_keys, selected + start, blocks + start)
         attn = nnx.merge(graph, state)
-        y, stands, kept, _ = attn(x, published, kept, Span.after(start, jnp.ones_like(start), 1), NUM)
+        span, how = Span.after(start, jnp.ones_like(start), 1), {"plan": plan, "cfg": CFG, "numerics": NUM}
+        y, stands, kept, _ = attn(x, published, kept, span, **how)
         return y, kept, stands.selected, stands.blocks
 
     graph, state = nnx.split(abstract_parameters(CFG).layers[plan.id].attn)

@@ -10,8 +10,8 @@ import pytest
 from conftest import ROOT
 
 from dsv41_jax import Config, cli
+from dsv41_jax.files.expected import expected_tensors
 from dsv41_jax.files.inventory import active, part_of, totals
-from dsv41_jax.files.safetensors import expected_tensors
 
 SIZE = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
 

@@ -266,15 +266,19 @@ def test_what_is_no_snapshot_is_refused(small, exported, tmp_path):
     path = tmp_path / "x"
     array = {"layers.1.main": np.zeros((1, 1, 32), np.float32)}
     size = int.from_bytes(exported[:8], "little")
-    meta = json.loads(exported[8 : 8 + size])["__metadata__"]
+    meta = json.loads(json.loads(exported[8 : 8 + size])["__metadata__"]["snapshot"])
+    about = lambda meta: {"snapshot": json.dumps(meta)}  # noqa: E731
     for content in (
         b"not a snapshot at all, but some lines\nof text\n" * 9,
         safetensors(None, array),
         safetensors({}, array),
         safetensors({"format": "pt"}, array),
-        safetensors(meta, {}),
-        safetensors(meta, array),
-        safetensors(meta | {"lengths": "[[]]"}, array),
+        safetensors({"snapshot": "null"}, array),
+        safetensors({"snapshot": "[" * 100_000}, array),
+        safetensors({"snapshot": meta}, array),
+        safetensors(about(meta), {}),
+        safetensors(about(meta), array),
+        safetensors(about(meta | {"lengths": "[[]]"}), array),
         b"\xff" * 200,
         (2**62).to_bytes(8, "little") + b"{}",
         (4).to_bytes(8, "little") + b"null",
@@ -283,12 +287,31 @@ def test_what_is_no_snapshot_is_refused(small, exported, tmp_path):
         path.write_bytes(content)
         refused(small, path)
     for key in meta:
-        path.write_bytes(safetensors({k: v for k, v in meta.items() if k != key}, array))
+        path.write_bytes(safetensors(about({k: v for k, v in meta.items() if k != key}), array))
         refused(small, path)
     with pytest.raises((FileNotFoundError, SnapshotError)):
         small.import_snapshot(tmp_path / "missing")
     with pytest.raises((OSError, SnapshotError)):
         small.import_snapshot(tmp_path)
+
+
+@pytest.mark.parametrize("lengths", ["x", None, [1e14], [10**14], [[5], [2]], [5], [5, 2, 1], [-5, 2], [5000, 2], []])
+def test_lengths_that_are_none_of_these_entries_are_refused_though_the_checksum_is_right(
+    small, taken, lengths, tmp_path
+):
+    path, about = tmp_path / "x", snapshot.identity(small.config, small.numerics, small.fingerprint)
+    small.export_snapshot(taken, path)
+    infos = snapshot.read_header(path).tensors
+    tensors = {name: np.array(info.mapped()) for name, info in infos.items()}
+    meta = {**about, "lengths": lengths}
+    meta["sha256"] = snapshot._checksum(meta, tensors)
+    path.write_bytes(safetensors({"snapshot": json.dumps(meta)}, tensors))
+    refused(small, path, "lengths|tokens")
+    meta = {**about, "lengths": [5, 2]}
+    path.write_bytes(
+        safetensors({"snapshot": json.dumps(meta | {"sha256": snapshot._checksum(meta, tensors)})}, tensors)
+    )
+    same(small.import_snapshot(path), taken)
 
 
 def test_a_snapshot_of_other_shapes_is_not_exported_over_a_good_file(small, taken, exported, tmp_path):
@@ -319,7 +342,7 @@ for line in sys.stdin:
     target, seed, moment, seconds = line.split()
     began, child = time.perf_counter(), os.fork()
     if not child:
-        snapshot.write(Path(target), entries[int(seed)], cfg, about)
+        snapshot.write_snapshot(Path(target), entries[int(seed)], cfg, about)
         os._exit(0)
     while moment == "writing" and not atomic.partials(Path(target)) and time.perf_counter() - began < 5:
         pass

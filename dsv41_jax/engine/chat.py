@@ -107,7 +107,7 @@ def _reason(error: Exception) -> str:
         return str(error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """An encoded conversation: its text, ids (one placeholder an image), encoded images and sampling defaults."""
 
@@ -119,7 +119,7 @@ class Prompt:
     request: recipe.ConversationRequest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reply:
     """A parsed completion. `finish_reason` is stop, length or tool_calls; a tool call is (name, arguments as JSON).
 
@@ -165,7 +165,14 @@ class Codec:
             raise ChatError(f"messages: {_reason(error)}") from None
         images = [_image_bytes(source) for source in rendered.image_sources]
         options = converted.inference_options
-        return Prompt(rendered.prompt, ids, images, options.temperature, options.top_p, converted)
+        return Prompt(
+            text=rendered.prompt,
+            ids=ids,
+            images=images,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            request=converted,
+        )
 
     def parser(self, prompt: Prompt, on_delta: OnDelta | None = None) -> "Parser":
         """A streaming parser of this prompt's completion; `on_delta(kind, text)` gets content and reasoning_content."""
@@ -235,7 +242,13 @@ class Parser:
         message = choice["message"]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
         reasoning = message.get("reasoning_content") if self._thinking else None
-        return Reply(message.get("content") or "", reasoning, calls, choice["finish_reason"], self.ids)
+        return Reply(
+            content=message.get("content") or "",
+            reasoning=reasoning,
+            tool_calls=calls,
+            finish_reason=choice["finish_reason"],
+            ids=self.ids,
+        )
 
     def _take(self, chunks: list[Any]) -> None:
         for chunk in chunks:

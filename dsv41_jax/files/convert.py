@@ -19,38 +19,29 @@ from typing import BinaryIO
 import numpy as np
 
 from dsv41_jax import atomic
-from dsv41_jax.files.inventory import nbytes, shard_file
-from dsv41_jax.files.load import Reader
-from dsv41_jax.files.orbax import (
-    MANIFEST,
-    ROOT,
-    OrbaxCheckpoint,
-    ParameterPath,
-    blocks,
-    dotted,
-    flat_parameters,
-    is_orbax,
-    tables_of,
-)
-from dsv41_jax.files.orbax_writer import Writer, require_replaceable
-from dsv41_jax.files.safetensors import (
-    Checkpoint,
-    CheckpointError,
+from dsv41_jax.files.directory import LAYOUTS, CheckpointError, Progress, blocks, inside, is_orbax, locate
+from dsv41_jax.files.expected import (
     Expected,
-    Progress,
-    TensorInfo,
-    locate,
-    read_header,
+    ParameterPath,
+    by_parameter,
+    differences,
+    dotted,
+    expected_tables,
+    flat_parameters,
 )
+from dsv41_jax.files.inventory import shard_file
+from dsv41_jax.files.load import Reader, TensorInfo
+from dsv41_jax.files.orbax import HEADERS, MANIFEST, TABLES, OrbaxCheckpoint
+from dsv41_jax.files.orbax_writer import Writer, require_replaceable
+from dsv41_jax.files.safetensors import Checkpoint, parse_header
 from dsv41_jax.nn.transformer import abstract_parameters
 
-FORMATS = ("orbax", "safetensors")
 SINGLE_FILE_BYTES = 5_000_000_000
 # The order of the safetensors package: its own list of dtypes, from the last.
 _FALLING = ("I64", "F64", "F32", "I32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "I8", "U8", "BOOL")
 
 
-def convert(
+def convert_checkpoint(
     source: str | Path,
     target: str | Path,
     to: str | None = None,
@@ -65,10 +56,10 @@ def convert(
     incomplete, ValueError for a layout that the source has already, FileExistsError.
     """
     here, there = locate(source).resolve(), Path(target).resolve()
-    held = FORMATS[0] if is_orbax(here) else FORMATS[1]
-    to = FORMATS[1 - FORMATS.index(held)] if to is None else to
-    if to not in FORMATS or to == held:
-        raise ValueError(f"to: {to!r} is not {FORMATS[1 - FORMATS.index(held)]!r}, and {source} is in {held!r}")
+    held = LAYOUTS[0] if is_orbax(here) else LAYOUTS[1]
+    to = LAYOUTS[1 - LAYOUTS.index(held)] if to is None else to
+    if to not in LAYOUTS or to == held:
+        raise ValueError(f"to: {to!r} is not {LAYOUTS[1 - LAYOUTS.index(held)]!r}, and {source} is in {held!r}")
     if there == here or here in there.parents or there in here.parents:
         raise ValueError(f"target: {target} and the source {source} are one, or one inside the other")
     if not there.parent.is_dir():
@@ -77,15 +68,6 @@ def convert(
     write = _write_orbax if to == "orbax" else _write_safetensors
     with atomic.directory(there, overwrite=overwrite) as directory:
         write(here, directory, on_progress)
-
-
-def _by_parameter(expected: dict[str, Expected]) -> dict[ParameterPath, list[str]]:
-    """The stored tensors of each parameter; those of a stacked one by expert."""
-    names: dict[ParameterPath, list[str]] = {}
-    for name, wanted in expected.items():
-        if wanted.path is not None:
-            names.setdefault(wanted.path, []).append(name)
-    return names
 
 
 def _beside(directory: Path, weights: set[Path]) -> Iterator[Path]:
@@ -100,18 +82,18 @@ def _write_orbax(source: Path, directory: Path, on_progress: Progress | None) ->
     checkpoint = Checkpoint(source)
     abstract = abstract_parameters(checkpoint.config)
     expected = checkpoint.check(abstract)
-    names, leaves = _by_parameter(expected), flat_parameters(abstract)
+    names, leaves = by_parameter(expected), flat_parameters(abstract)
     files = {info.file for info in checkpoint.tensors.values()}
     writer = Writer(directory, checkpoint.config, on_progress)
-    writer.expect(sum(map(nbytes, expected.values())))
+    writer.expect(sum(tensor.nbytes for tensor in expected.values()))
     for relative in _beside(source, files):
-        writer.file(relative.as_posix(), blocks(source / relative))
+        writer.file(relative.as_posix(), blocks(inside(source, relative.as_posix())))
     for file in sorted(files):
         length = struct.unpack("<Q", next(blocks(file, 0, 8)))[0]
-        writer.file(f"{ROOT}/headers/{file.name}", blocks(file, 0, 8 + length))
-    for name in tables_of(checkpoint.config):
+        writer.file(f"{HEADERS}/{file.name}", blocks(file, 0, 8 + length))
+    for name in expected_tables(checkpoint.config):
         info = checkpoint.tensors[name]
-        writer.file(f"{ROOT}/engram/{name}", blocks(info.file, info.start, info.stop), weights=True)
+        writer.file(f"{TABLES}/{name}", blocks(info.file, info.start, info.stop), weights=True)
     with Reader(checkpoint) as reader:
 
         def value(path: ParameterPath) -> np.ndarray:
@@ -134,8 +116,8 @@ def _write_safetensors(source: Path, directory: Path, on_progress: Progress | No
         if len(headers) > 1:
             _write_index(directory, expected, headers)
     tensors = _reserve(directory, headers, expected)
-    names = {dotted(path): parts for path, parts in _by_parameter(expected).items()}
-    done, total = 0, sum(map(nbytes, expected.values()))
+    names = {dotted(path): parts for path, parts in by_parameter(expected).items()}
+    done, total = 0, sum(tensor.nbytes for tensor in expected.values())
 
     def put(stream: BinaryIO, content: bytes | memoryview, name: str) -> None:
         nonlocal done
@@ -146,7 +128,6 @@ def _write_safetensors(source: Path, directory: Path, on_progress: Progress | No
 
     with ExitStack() as stack:
         streams = {name: stack.enter_context((directory / name).open("r+b")) for name in headers}
-        checkpoint.tables()  # checks them
         for name, info in checkpoint.tensors.items():
             stream = streams[tensors[name].file.name]
             stream.seek(tensors[name].start)
@@ -160,7 +141,8 @@ def _write_safetensors(source: Path, directory: Path, on_progress: Progress | No
                     stream.seek(tensors[name].start)
                     put(stream, memoryview(np.ascontiguousarray(piece)), name)
     for name in sorted(checkpoint.beside(), key=lambda name: name == "config.json"):
-        _copy(source / name, directory / name)  # last the config, without which nothing unfinished can be loaded
+        _copy(inside(source, name), inside(directory, name))  # the config last: nothing unfinished can be loaded
+    Checkpoint(directory).check()
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -174,28 +156,24 @@ def _reserve(directory: Path, headers: dict[str, bytes], expected: dict[str, Exp
     """Files of headers and holes, and where each tensor goes. Raises CheckpointError unless that is all there is."""
     tensors: dict[str, TensorInfo] = {}
     for file, header in headers.items():
-        document = json.loads(header[8:])
-        document.pop("__metadata__", None)
-        with (directory / file).open("xb") as stream:
-            stream.write(header)
-            stream.truncate(len(header) + max((entry["data_offsets"][1] for entry in document.values()), default=0))
-        found, problems = read_header(directory / file)
+        found, problems, _ = parse_header(directory / file, header[8:], None)
         if problems:
             raise CheckpointError(directory, problems)
+        with (directory / file).open("xb") as stream:
+            stream.write(header)
+            stream.truncate(max((info.stop for info in found.values()), default=len(header)))
         tensors |= found
     held = {name: (info.dtype, info.shape) for name, info in tensors.items()}
     wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in expected.items()}
-    wrong = sorted(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
-    if wrong:
-        raise CheckpointError(
-            directory, [f"{name}: kept header {held.get(name)}, {MANIFEST} {wanted.get(name)}" for name in wrong]
-        )
+    if problems := differences(held, wanted, ("kept header", MANIFEST)):
+        raise CheckpointError(directory, problems)
     return tensors
 
 
 def canonical_headers(expected: dict[str, Expected], shard: Callable[[str], str]) -> dict[str, bytes]:
-    """The headers, length prefix included, of the file or files that the safetensors package would write."""
-    single = sum(map(nbytes, expected.values())) <= SINGLE_FILE_BYTES
+    """The headers, length prefix included, of the file or files that the safetensors package would write: by itself it
+    makes a header only together with data that lie in memory."""
+    single = sum(tensor.nbytes for tensor in expected.values()) <= SINGLE_FILE_BYTES
     files: dict[str, list[str]] = {}
     for name in sorted(expected, key=lambda name: (_FALLING.index(expected[name].dtype), name)):
         files.setdefault("model.safetensors" if single else shard(name), []).append(name)
@@ -205,12 +183,9 @@ def canonical_headers(expected: dict[str, Expected], shard: Callable[[str], str]
         at = 0
         for name in names:
             tensor = expected[name]
-            header[name] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [at, at + nbytes(tensor)],
-            }
-            at += nbytes(tensor)
+            offsets = [at, at + tensor.nbytes]
+            header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+            at += tensor.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         headers[file] = struct.pack("<Q", len(text)) + text
@@ -220,6 +195,6 @@ def canonical_headers(expected: dict[str, Expected], shard: Callable[[str], str]
 def _write_index(directory: Path, expected: dict[str, Expected], headers: dict[str, bytes]) -> None:
     """As Hugging Face's writers do: sorted names, two spaces."""
     placed = {name: file for file, header in headers.items() for name in json.loads(header[8:]) if name in expected}
-    index = {"metadata": {"total_size": sum(map(nbytes, expected.values()))}, "weight_map": placed}
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in expected.values())}, "weight_map": placed}
     text = json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -8,11 +8,11 @@ import math
 import re
 from collections import Counter
 
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from dsv41_jax.config import Config
-from dsv41_jax.files.safetensors import DTYPES, Expected
+from dsv41_jax.files.expected import Expected, dotted, flat_parameters
+from dsv41_jax.nn.transformer import Transformer
 from dsv41_jax.sharding import placements
 
 
@@ -41,28 +41,23 @@ def parameters(tensor: Expected, name: str) -> int:
     return 0 if name.endswith(".scale") else math.prod(tensor.shape) * (2 if tensor.dtype == "I8" else 1)
 
 
-def nbytes(tensor: Expected) -> int:
-    """Stored bytes of a tensor."""
-    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-
-
 def totals(expected: dict[str, Expected]) -> tuple[Counter[str], Counter[str]]:
     """(parameters, bytes) of each part."""
     counts, sizes = Counter[str](), Counter[str]()
     for name, tensor in expected.items():
         counts[part_of(name)] += parameters(tensor, name)
-        sizes[part_of(name)] += nbytes(tensor)
+        sizes[part_of(name)] += tensor.nbytes
     return counts, sizes
 
 
-def device_bytes(params: nnx.Module, mesh: Mesh | AbstractMesh) -> Counter[str]:
+def device_bytes(params: Transformer, mesh: Mesh | AbstractMesh) -> Counter[str]:
     """Bytes of each part's parameters on one device of a mesh, which needs no devices; Engram tables come on top.
     Raises ValueError when something does not divide."""
     sizes = Counter[str]()
     where = placements(params, mesh)
-    for path, leaf in nnx.to_flat_state(nnx.state(params)):
+    for path, leaf in flat_parameters(params).items():
         share = math.prod(where[path].shard_shape(leaf.shape))
-        sizes[part_of(".".join(map(str, path)))] += share * leaf.dtype.itemsize
+        sizes[part_of(dotted(path))] += share * leaf.dtype.itemsize
     return sizes
 
 

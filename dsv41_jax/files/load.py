@@ -8,12 +8,13 @@ holds one shard of one parameter, and a copy of it while a device takes it.
 
 import math
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -22,14 +23,49 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import UInt8
 
+from dsv41_jax.config import Config
 from dsv41_jax.engine.tables import DeviceTable, Table, check_placement
-from dsv41_jax.files.safetensors import DTYPES, Checkpoint, CheckpointError, Expected, Progress, TensorInfo, table_names
+from dsv41_jax.files.directory import CheckpointError, Progress
+from dsv41_jax.files.expected import DTYPES, Expected, by_parameter, dotted, table_names
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
 from dsv41_jax.sharding import automatic, placements, sharded_rows
 
-Loaded = MutableMapping[str, Any]
+Loaded = MutableMapping[str, Any]  # by name, arrays of devices or of the host
 Index = tuple[slice, ...]
-Kind = tuple[tuple[int, ...], np.dtype, NamedSharding | str]
+Place = tuple[tuple[int, ...], np.dtype, NamedSharding | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """Where a tensor lies: `start` and `stop` are byte positions in `file`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    stop: int
+
+    def mapped(self) -> np.ndarray:
+        """A read-only view of the mapped file, in the tensor's own dtype (ml_dtypes for BF16, E4M3, E8M0)."""
+        dtype, nbytes = DTYPES[self.dtype], self.stop - self.start
+        if not nbytes:
+            return np.empty(self.shape, dtype)
+        return np.memmap(self.file, np.uint8, "r", self.start, (nbytes,)).view(dtype).reshape(self.shape)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Tensors in files, and the config that says which there must be."""
+
+    path: Path
+    config: Config
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Those that lie as plain bytes: of the Orbax layout the Engram tables alone."""
+
+    def check(self, params: Transformer | None = None) -> dict[str, Expected]:
+        """What the config expects, or one CheckpointError that lists every deviation."""
 
 
 def byte_ranges(shape: Sequence[int], index: Index, itemsize: int) -> Iterator[tuple[int, int]]:
@@ -50,7 +86,7 @@ def byte_ranges(shape: Sequence[int], index: Index, itemsize: int) -> Iterator[t
 class Reader:
     """The open files of a checkpoint, read by position: not mapped, so that file pages are nobody's memory."""
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: Source):
         self.checkpoint = checkpoint
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
@@ -119,7 +155,7 @@ def place(
     return arrays[0] if sharding is None else jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _once(loaded: Loaded, name: str, kind: Kind, make: Callable[[], Any]) -> Any:
+def _once(loaded: Loaded, name: str, kind: Place, make: Callable[[], jax.Array | np.ndarray]) -> Any:
     """What an earlier load made of `name`, or `make()`, kept for a later one. Raises ValueError when it is no array of
     this (shape, dtype, where): the sharding, "device" or "host"."""
     if name not in loaded:
@@ -130,15 +166,6 @@ def _once(loaded: Loaded, name: str, kind: Kind, make: Callable[[], Any]) -> Any
     if found != kind:
         raise ValueError(f"loaded: {name} is {found}, this load makes {kind}")
     return array
-
-
-def _parts(expected: dict[str, Expected]) -> dict[tuple[Any, ...], list[str]]:
-    """The stored tensors of each parameter; those of a stacked one by expert."""
-    names: dict[tuple[Any, ...], list[str]] = {}
-    for name, wanted in expected.items():
-        if wanted.path is not None:
-            names.setdefault(wanted.path, []).append(name)
-    return names
 
 
 def _parameter(reader: Reader, parts: list[str], leaf: Any, sharding: NamedSharding | None, stacked: bool) -> jax.Array:
@@ -154,7 +181,7 @@ def _parameter(reader: Reader, parts: list[str], leaf: Any, sharding: NamedShard
 
 
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: Source,
     mesh: Mesh | None = None,
     *,
     on_progress: Progress | None = None,
@@ -174,11 +201,11 @@ def load(
     expected = checkpoint.check(abstract)
     graph, state = nnx.split(abstract)
     flat = dict(nnx.to_flat_state(state))
-    wanted = {path: parts for path, parts in _parts(expected).items() if only is None or only(".".join(map(str, path)))}
+    wanted = {path: parts for path, parts in by_parameter(expected).items() if only is None or only(dotted(path))}
     kept: Loaded = {} if loaded is None else loaded
     with Reader(checkpoint) as reader:
         for done, (path, parts) in enumerate(wanted.items(), 1):
-            name, leaf, sharding = ".".join(map(str, path)), flat[path], where.get(path)
+            name, leaf, sharding = dotted(path), flat[path], where.get(path)
             make = partial(_parameter, reader, parts, leaf, sharding, expected[parts[0]].expert is not None)
             flat[path] = leaf.replace(_once(kept, name, (leaf.shape, np.dtype(leaf.dtype), sharding or "device"), make))
             if on_progress is not None:
@@ -187,34 +214,36 @@ def load(
 
 
 def load_tables(
-    checkpoint: Checkpoint,
+    checkpoint: Source,
     placement: str = "mmap",
     mesh: Mesh | None = None,
     *,
     on_progress: Progress | None = None,
     loaded: Loaded | None = None,
 ) -> tuple[Table | DeviceTable, ...]:
-    """The Engram tables in one of their places (`engram`): "mmap" reads nothing yet, the others all rows.
+    """The Engram tables in one of their places (`engine.tables`): "mmap" reads nothing yet, the others all rows.
 
     Rows are never cut. A sharded table whose rows do not divide over the devices is padded with rows of zeros, which
     nothing hashes to. `on_progress` and `loaded` as in `load`. Raises ValueError for an unknown place, or "sharded"
     without a mesh.
     """
     check_placement(placement, mesh)
+    pairs = [table_names(layer) for layer in checkpoint.config.engram_layer_ids]
+    names = [name for pair in pairs for name in pair]
     if placement == "mmap":
-        return checkpoint.tables()
+        views = {name: checkpoint.tensors[name].mapped().view(np.uint8) for name in names}
+        return tuple(Table(views[weight], views[scale]) for weight, scale in pairs)
     where: NamedSharding | str = placement
     if mesh is not None and placement != "host":
         where = sharded_rows(mesh) if placement == "sharded" else NamedSharding(automatic(mesh), PartitionSpec())
     kept: Loaded = {} if loaded is None else loaded
-    names = [name for layer in checkpoint.config.engram_layer_ids for name in table_names(layer)]
     with Reader(checkpoint) as reader:
         for done, name in enumerate(names, 1):
             _table(reader, name, where, mesh.size if placement == "sharded" else 1, kept)
             if on_progress is not None:
                 on_progress(done, len(names), name)
     kind = Table if placement == "host" else DeviceTable
-    return tuple(kind(kept[w], kept[s]) for w, s in map(table_names, checkpoint.config.engram_layer_ids))
+    return tuple(kind(kept[weight], kept[scale]) for weight, scale in pairs)
 
 
 def _table(reader: Reader, name: str, where: NamedSharding | str, pieces: int, loaded: Loaded) -> None:

@@ -1,73 +1,33 @@
 """The released checkpoint: a reader of safetensors files, and their check against a config.
 
 A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data. The
-safetensors package cannot hand E4M3, E8M0 or packed FP4 to JAX, so headers are parsed and bytes mapped here. What a
-checkpoint must hold follows from the parameter tree of `model.Transformer`: a parameter's path is its name; the E
-experts of a layer are stored one by one. Engram tables are no parameters: `engram` says where they can lie.
+safetensors package writes such files; it cannot hand E4M3, E8M0 or packed FP4 to JAX, and stops at the first fault of a
+header, so headers are parsed and bytes mapped here.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-from flax import nnx
+from safetensors import TensorSpec, serialize
 
 from dsv41_jax.config import Config
-from dsv41_jax.engine.tables import Table
-from dsv41_jax.nn.transformer import Transformer, abstract_parameters
-
-DTYPES = {
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "BOOL": np.dtype(np.bool_),
-}
-_STORED_AS = {jnp.dtype(jnp.uint8): "I8"} | {  # packed FP4 travels as I8
-    DTYPES[name]: name for name in ("F8_E4M3", "F8_E8M0", "BF16", "F32")
-}
-Progress = Callable[[int, int, str], None]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; one line that lists every problem found."""
-
-    def __init__(self, where: Path | str, problems: list[str]):
-        self.problems = tuple(problems)
-        noun = "problem" if len(problems) == 1 else "problems"
-        super().__init__(f"{where}: {len(problems)} {noun}: {'; '.join(problems)}")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: `start` and `stop` are byte positions in `file`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    start: int
-    stop: int
+from dsv41_jax.files.directory import CheckpointError, is_inside, locate
+from dsv41_jax.files.expected import DTYPES, Expected, expected_tensors
+from dsv41_jax.files.inventory import misplaced
+from dsv41_jax.files.load import TensorInfo, load, load_tables
+from dsv41_jax.nn.transformer import Transformer
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if repeated:
         raise ValueError(f"names {', '.join(repeated)} more than once")
     return dict(pairs)
@@ -89,32 +49,46 @@ def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInf
     if stop - start != prod(shape) * DTYPES[dtype].itemsize:
         needed = prod(shape) * DTYPES[dtype].itemsize
         return f"{name}: {stop - start} bytes for {dtype} {list(shape)}, which takes {needed}"
-    return TensorInfo(dtype, shape, file, data + start, data + stop)
+    return TensorInfo(dtype=dtype, shape=shape, file=file, start=data + start, stop=data + stop)
 
 
-def read_header(file: Path, *, headers_only: bool = False) -> tuple[dict[str, TensorInfo], list[str]]:
-    """The tensors of one safetensors file, and every problem of its header. Reads no data; with `headers_only` the file
-    need not hold any."""
+class Header(NamedTuple):
+    """The tensors of one safetensors file, every problem of its header, and its `__metadata__`."""
+
+    tensors: dict[str, TensorInfo]
+    problems: list[str]
+    metadata: dict[str, Any]
+
+
+def read_header(file: Path, *, headers_only: bool = False) -> Header:
+    """The header of a file. Reads no data; with `headers_only` the file need not hold any."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= size - 8:
-                return {}, [f"{file.name}: truncated or no safetensors file (header of {length} bytes, file of {size})"]
-            header = json.loads(stream.read(length), object_pairs_hook=_unique)
+                said = f"truncated or no safetensors file (header of {length} bytes, file of {size})"
+                return Header({}, [f"{file.name}: {said}"], {})
+            return parse_header(file, stream.read(length), None if headers_only else size)
     except OSError as error:
-        return {}, [f"{file.name}: cannot be read ({error.strerror})"]
+        return Header({}, [f"{file.name}: cannot be read ({error.strerror})"], {})
+
+
+def parse_header(file: Path, text: bytes, size: int | None) -> Header:
+    """The header `text`, behind its 8 bytes of length, of a file of `size` bytes; None: the data are not there yet."""
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        return {}, [f"{file.name}: unreadable header ({error})"]
+        return Header({}, [f"{file.name}: unreadable header ({error})"], {})
     if not isinstance(header, dict):
-        return {}, [f"{file.name}: unreadable header (not a JSON object)"]
-    header.pop("__metadata__", None)
-    held = 1 << 62 if headers_only else size
-    checked = {name: _entry(file, name, entry, 8 + length, held) for name, entry in header.items()}
+        return Header({}, [f"{file.name}: unreadable header (not a JSON object)"], {})
+    metadata = header.pop("__metadata__", None)
+    data, held = 8 + len(text), 1 << 62 if size is None else size
+    checked = {name: _entry(file, name, entry, data, held) for name, entry in header.items()}
     problems = [entry for entry in checked.values() if isinstance(entry, str)]
     tensors = {name: entry for name, entry in checked.items() if isinstance(entry, TensorInfo)}
-    end, last = 8 + length, "the header"
+    end, last = data, "the header"
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start < end:
             problems.append(f"{name}: bytes overlap those of {last} in {file.name}")
@@ -122,44 +96,20 @@ def read_header(file: Path, *, headers_only: bool = False) -> tuple[dict[str, Te
             problems.append(f"{name}: {info.start - end} bytes before it in {file.name} belong to no tensor")
         if info.stop > end:
             end, last = info.stop, name
-    if not problems and end < size and not headers_only:
+    if not problems and size is not None and end < size:
         problems.append(f"{file.name}: {size - end} bytes at the end belong to no tensor")
-    return tensors, problems
+    return Header(tensors, problems, metadata if isinstance(metadata, dict) else {})
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A tensor that a config asks for: stored `dtype` and `shape`, the parameter it fills, which expert of it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    path: tuple[Any, ...] | None
-    expert: int | None = None
-
-
-def table_names(layer: int) -> tuple[str, str]:
-    """The two tensors of a layer's Engram table."""
-    return f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"
-
-
-def expected_tensors(cfg: Config, params: Transformer | None = None) -> dict[str, Expected]:
-    """Name, dtype and shape of every tensor of a checkpoint with this config, by its parameter tree."""
-    tree = abstract_parameters(cfg) if params is None else params
-    expected = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(tree)):
-        dtype, shape = _STORED_AS[leaf.dtype], leaf.shape
-        if "experts" not in path:
-            expected[".".join(map(str, path))] = Expected(dtype, shape, path)
-            continue
-        at = path.index("experts") + 1
-        for expert in range(shape[0]):
-            name = ".".join(map(str, (*path[:at], expert, *path[at:])))
-            expected[name] = Expected(dtype, shape[1:], path, expert)
-    for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
-        weight, scale = table_names(layer)
-        expected[weight] = Expected("F8_E4M3", (rows, cfg.engram_head_dim), None)
-        expected[scale] = Expected("F8_E8M0", (rows, cfg.engram_head_dim // 32), None)
-    return expected
+def write(stream: BinaryIO, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """A whole file, by the safetensors package: in memory, for its `serialize_file` renames a file of its own into
+    place. The order of several metadata is arbitrary."""
+    held = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    specs = {
+        name: TensorSpec(dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+        for name, array in held.items()
+    }
+    stream.write(serialize(specs, dict(metadata)))
 
 
 class Checkpoint:
@@ -170,6 +120,8 @@ class Checkpoint:
     ('I8', (288, 96))
     """
 
+    parameters, tables = load, load_tables
+
     def __init__(self, path: str | Path, *, headers_only: bool = False):
         self.path = locate(path)
         self._headers_only = headers_only  # the files may end behind their headers
@@ -177,19 +129,18 @@ class Checkpoint:
         self.placed: dict[str, str] = {}  # the shard of each tensor, where an index gives it
         self.unread: set[str] = set()  # tensors that an index places where they cannot be read
         self.tensors, self.problems = self._headers()
-        self._maps: dict[Path, np.memmap] = {}
 
     def _headers(self) -> tuple[dict[str, TensorInfo], list[str]]:
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if not index.exists():
             if not single.exists():
                 return {}, [f"neither {single.name} nor {index.name} is there"]
-            return read_header(single, headers_only=self._headers_only)
+            return read_header(single, headers_only=self._headers_only)[:2]
         try:
             document = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
             placed = dict(document["weight_map"])
             files = sorted(set(placed.values()))
-            bad = [file for file in files if not isinstance(file, str) or Path(file).name != file]
+            bad = [file for file in files if not isinstance(file, str) or "/" in file or not is_inside(file)]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return {}, [f"{index.name}: unreadable index ({error})"]
         if bad:
@@ -202,7 +153,7 @@ class Checkpoint:
         tensors: dict[str, TensorInfo] = {}
         problems = []
         for file in files:
-            found, wrong = read_header(self.path / file, headers_only=self._headers_only)
+            found, wrong, _ = read_header(self.path / file, headers_only=self._headers_only)
             problems += wrong
             if wrong and not found:
                 self.unread |= {name for name, where in placed.items() if where == file}
@@ -254,47 +205,14 @@ class Checkpoint:
             raise CheckpointError(self.path, problems)
         return expected
 
+    def verify(self) -> list[str]:
+        """`deviations`, or if there are none the tensors that stand in another shard than in the released placement."""
+        return self.deviations() or misplaced(self.placed, self.config)
+
+    def held(self) -> tuple[int, int]:
+        """(tensors, their bytes)."""
+        return len(self.tensors), sum(info.stop - info.start for info in self.tensors.values())
+
     def read(self, name: str) -> np.ndarray:
-        """A tensor as a read-only view of the mapped file, in its own dtype (ml_dtypes for BF16, E4M3, E8M0)."""
-        info = self.tensors[name]
-        if info.start == info.stop:
-            return np.empty(info.shape, DTYPES[info.dtype])
-        if info.file not in self._maps:
-            self._maps[info.file] = np.memmap(info.file, np.uint8, "r")
-        return self._maps[info.file][info.start : info.stop].view(DTYPES[info.dtype]).reshape(info.shape)
-
-    def tables(self) -> tuple[Table, ...]:
-        """The Engram tables, memory-mapped: a lookup touches only the pages of its rows."""
-        names = (table_names(layer) for layer in self.config.engram_layer_ids)
-        return tuple(
-            Table(self.read(weight).view(np.uint8), self.read(scale).view(np.uint8)) for weight, scale in names
-        )
-
-
-def locate(path: str | Path) -> Path:
-    """The directory of a checkpoint: itself, that of the bundled one, `tiny`, or for `hf://owner/name[@revision]` the
-    hub's cache, downloaded as far as it is not there. Raises CheckpointError."""
-    if isinstance(path, str) and path.startswith("hf:"):
-        return _download(path)
-    directory = Path(__file__).parent.parent / "data" / "tiny" if path == "tiny" else Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(directory, ["is not a directory (nor the bundled checkpoint's name, 'tiny')"])
-    return directory
-
-
-def _download(name: str) -> Path:
-    """A snapshot of a Hugging Face repository: its JSON and safetensors files."""
-    found = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name)
-    if found is None:
-        raise CheckpointError(name, ["is not of the form hf://owner/name or hf://owner/name@revision"])
-    try:
-        from huggingface_hub import snapshot_download  # only these names need its imports
-
-        directory = snapshot_download(found[1], revision=found[2], allow_patterns=["*.json", "*.safetensors"])
-    except Exception as error:  # the library raises its own, those of its HTTP client and of the system
-        raise CheckpointError(name, [f"cannot be downloaded ({type(error).__name__}: {_line(error)})"]) from None
-    return Path(directory)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        """A tensor as a read-only view of the mapped file, in its own dtype."""
+        return self.tensors[name].mapped()

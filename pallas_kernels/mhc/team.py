@@ -78,7 +78,7 @@ class Buffers(NamedTuple):
     done: Ref
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Team:
     """What the warpgroups of a program share. Item k of a team is its k-th block of 64 rows; a program's steps are the
     strips of its items, one after the other."""

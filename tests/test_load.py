@@ -19,12 +19,12 @@ from conftest import GOLDEN, ROOT, small_config
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_checkpoint import FILE, decode, leaves
 from test_inventory import expected, full, write_shard  # noqa: F401  (the fixture `full` asks for `expected`)
+from test_safetensors import FILE, decode, leaves
 
 from dsv41_jax import Checkpoint, CheckpointError, Config, Model
+from dsv41_jax.files.expected import expected_tensors
 from dsv41_jax.files.load import byte_ranges, load, load_tables
-from dsv41_jax.files.safetensors import expected_tensors, locate
 
 TABLES = re.compile(r"layers\.\d+\.engram\.embed\.")
 
@@ -189,41 +189,6 @@ def test_unknown_place_and_a_split_without_a_mesh_are_refused_before_the_load(mo
         Model.from_pretrained("tiny", engram="disk")
     with pytest.raises(ValueError, match=r"^engram: 'sharded' splits the tables over a mesh"):
         Model.from_pretrained("tiny", engram="sharded")
-
-
-HUB = "hf://deepseek-ai/DeepSeek-V4.1-Flash"
-
-
-@pytest.mark.parametrize(
-    ("name", "revision"), [(HUB, None), (f"{HUB}@main", "main"), (f"{HUB}@refs/pr/1", "refs/pr/1")]
-)
-def test_hub_name_is_downloaded_as_far_as_it_is_needed(name, revision, directory, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda *given, **more: asked.append((given, more)) or str(directory)
-    )
-    assert Checkpoint(name).path == directory
-    patterns = ["*.json", "*.safetensors"]
-    assert asked == [((name[5:].split("@")[0],), {"revision": revision, "allow_patterns": patterns})]
-
-
-@pytest.mark.parametrize("error", [OSError("no route\nto host"), ValueError("Repository Not Found"), RuntimeError("x")])
-def test_failed_download_is_one_line(error, monkeypatch):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(CheckpointError) as caught:
-        locate(HUB)
-    wanted = f"{HUB}: 1 problem: cannot be downloaded ({type(error).__name__}: {' '.join(str(error).split())})"
-    assert str(caught.value) == wanted
-
-
-@pytest.mark.parametrize("name", ["hf://", "hf://owner", "hf://a/b/c", "hf:/a/b", "hf://a/b@", "hf://a b/c"])
-def test_name_that_is_none_of_the_hub_is_refused_without_asking_it(name, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(CheckpointError, match="is not of the form hf://owner/name"):
-        locate(name)
 
 
 def sparse_checkpoint(directory: Path, cfg: Config) -> None:
