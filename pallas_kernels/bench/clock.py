@@ -15,8 +15,6 @@ from pallas_kernels.case import Case
 
 Run = Callable[[int], None]
 L2_BYTES = 160 << 20  # inputs rotate over more than this: several times what a GPU's L2 cache keeps
-
-
 COPY = Case(
     name="copy",
     inputs=lambda _: (jnp.ones(1 << 28, jnp.float32),),

@@ -6,11 +6,13 @@ column of the matrix stands at which place is free as long as the other operand 
 consecutive bytes of its row, as the checkpoint has them, and the activations' columns are permuted instead, by
 `Format.permute`, which is a transpose. Nothing about the weights is prepared, and those 16 bytes have one scale.
 
-    E2M1   bits s eem   at 15 and  8..6 of a bfloat16 are  value * 2**-126     32 values, one scale, in 16 bytes
-    E4M3   bits s eeeemmm at 15 and 10..4             are  value * 2**-120     16 values in 16 bytes
+    thread 37   c = 1, rows 17 and 25, bytes 16..31 of each row's 64 of a chunk (of E4M3, of both its halves)
+    E2M1        those are 32 values, which share a scale
+    E4M3        16 values
 
-A multiplication by 2**(126 or 120) * scale * 2**-32 makes them exact bfloat16: of scales from 2**-90 to 2**33, further
-ones saturate to inf. The kernel's epilogue undoes the 2**-32 (`UNSCALE`) on the float32 sums. E4M3's NaN is not kept.
+A multiplication by the power of two of `pallas_kernels.ptx`, the scale and 2**-32 makes exact bfloat16: of scales from
+2**-90 to 2**33, further ones saturate to inf. The kernel's epilogue undoes the 2**-32 (`UNSCALE`) on the float32 sums.
+E4M3's NaN is not kept.
 """
 
 from collections.abc import Callable
@@ -21,10 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir  # what `inline_mgpu` is written in has no public name
-from jax._src.lib.mlir.dialects import arith, gpu, llvm
+from jax._src.lib.mlir.dialects import gpu, llvm  # of what `inline_mgpu` is written in, these have no public name
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import ptx
 from pallas_kernels.formats import GROUP
