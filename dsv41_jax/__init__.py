@@ -5,7 +5,7 @@ from dsv41_jax.files.directory import CheckpointError
 from dsv41_jax.files.safetensors import Checkpoint
 from dsv41_jax.model import Model
 from dsv41_jax.nn.cache import Cache
-from dsv41_jax.nn.transformer import Transformer, forward
+from dsv41_jax.nn.transformer import Call, Output, Transformer
 
-__all__ = ["Cache", "Checkpoint", "CheckpointError", "Config", "ConfigError", "Model", "Transformer", "forward"]
+__all__ = ["Cache", "Call", "Checkpoint", "CheckpointError", "Config", "ConfigError", "Model", "Output", "Transformer"]
 __version__ = "0.1.0"

@@ -10,7 +10,11 @@ Dimension key, used unchanged in every annotation, einsum and comment of this li
     V vocabulary            P patches
 
 Parameters carry the names of their axes, in lower case and one word each, for whoever places them on a mesh:
-`vocab width heads rank groups experts hidden streams coefficients index latent ngram patch`.
+`vocab width heads rank groups experts routes hidden streams coefficients index latent ngram patch`.
+
+Words, one meaning each: a (batch) row is one sequence of a batch; an entry is compressed main KV and its index key; a
+ring is a cache by position; a table row is Engram's; a chunk is the part of a call that one run takes, a bucket the
+width that it is padded to; shared is what source layers hand to the layers above; a tap is an intermediate by its name.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+HUGE = 1e300  # JSON spells infinity as a number too large for a float
 WINDOW, FULL, REINDEX, REUSE = "window", "full", "reindex", "reuse"
 
 
@@ -35,18 +40,21 @@ def _require(ok: bool, key: str, value: object, rule: str) -> None:
         raise ConfigError(f"{key}: {value!r} {rule}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerPlan:
     """What layer `id` is (paper 2.3; config keys `compress_ratios`, `*_source_layer_ids`).
 
-    `mode` is one of window, full, reindex, reuse. `ratio` is tokens per compressed entry (0: none). `kv_source` and
-    `index_source` are the layers whose main KV and whose selected ids this layer reads (None for window layers).
-    `engram_slot` counts Engram layers from 0.
+    `mode` is one of window, full, reindex, reuse. `ratio` is tokens per compressed entry, and with it the rotary
+    frequencies of the layer (0: those of a window layer). `kv_source` and `index_source` are the layers whose main KV
+    and whose selected ids this layer reads; None: its attention sees the window alone, whatever it publishes.
+    `engram_slot` counts Engram layers from 0. Of `experts` routed experts `experts_per_token` are active.
     """
 
     id: int
     mode: str
     ratio: int
+    experts: int
+    experts_per_token: int
     kv_source: int | None = None
     index_source: int | None = None
     publishes_candidates: bool = False
@@ -63,14 +71,15 @@ class LayerPlan:
         return self.mode in (FULL, REINDEX)
 
 
-def _key(path: str) -> Any:
-    return field(metadata={"key": path})
+def _key(path: str, **optional: Any) -> Any:
+    """A field of this key; `default=` is for a key that a file need not have."""
+    return field(metadata={"key": path} | optional)
 
 
 _TEXT, _YARN, _VISION, _QUANT = "text_config.", "text_config.rope_scaling.", "vision_config.", "quantization_config."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The architecture as flat data. A field is named after its key; `json_text` keeps the file's every key.
 
@@ -127,6 +136,7 @@ class Config:
     sliding_window: int = _key(_TEXT + "sliding_window")
     compress_ratios: tuple[int, ...] = _key(_TEXT + "compress_ratios")
     compress_rope_theta: float = _key(_TEXT + "compress_rope_theta")
+    window_only_layer_ids: tuple[int, ...] = _key(_TEXT + "window_only_layer_ids", default=())  # no key of the release
     kv_source_layer_ids: tuple[int, ...] = _key(_TEXT + "kv_source_layer_ids")
     index_source_layer_ids: tuple[int, ...] = _key(_TEXT + "index_source_layer_ids")
     index_n_heads: int = _key(_TEXT + "index_n_heads")
@@ -182,7 +192,7 @@ class Config:
         """Check a nested config (the released layout) and flatten it; unknown keys are kept in `json_text`."""
         if not isinstance(document, Mapping):
             raise ConfigError(f"config: {document!r} is not a JSON object")
-        values = {f.name: _lookup(document, f.metadata["key"], str(f.type)) for f in _KEYED}
+        values = {f.name: _lookup(document, f.metadata, str(f.type)) for f in _KEYED}
         config = cls(json_text=json.dumps(document, ensure_ascii=False), **values)
         _validate(config)
         return config
@@ -222,6 +232,13 @@ class Config:
         """The plan of the L backbone layers."""
         return tuple(_plan(self, layer) for layer in range(self.num_hidden_layers))
 
+    @functools.cached_property
+    def draft_stages(self) -> tuple[LayerPlan, ...]:
+        """The plan of the drafter's blocks: window layers with experts of their own, numbered on from the backbone."""
+        experts, active = self.dspark_n_routed_experts, self.dspark_num_experts_per_tok
+        numbers = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
+        return tuple(LayerPlan(id=n, mode=WINDOW, ratio=0, experts=experts, experts_per_token=active) for n in numbers)
+
     @property
     def expanded_heads(self) -> int:
         """N * H, the width of all query heads."""
@@ -241,11 +258,6 @@ class Config:
         """Rows that rings hold beyond their need, so that as many drafted tokens can be written and taken back."""
         return self.dspark_block_size if self.num_nextn_predict_layers else 0
 
-    @property
-    def candidate_pool(self) -> int:
-        """Most entries that the layers above the candidate source score per query."""
-        return self.candidate_topk_blocks * self.candidate_block_size
-
 
 _KEYED = tuple(f for f in fields(Config) if "key" in f.metadata)
 _EXPECTED_UNUSED = {
@@ -262,9 +274,12 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def _lookup(document: Mapping[str, Any], key: str, kind: str) -> Any:
+def _lookup(document: Mapping[str, Any], wanted: Mapping[str, Any], kind: str) -> Any:
     node: Any = document
+    key = wanted["key"]
     for part in key.split("."):
+        if isinstance(node, Mapping) and part not in node and "default" in wanted:
+            return wanted["default"]
         if not isinstance(node, Mapping) or part not in node:
             raise ConfigError(f"{key}: is missing")
         node = node[part]
@@ -276,7 +291,7 @@ def _lookup(document: Mapping[str, Any], key: str, kind: str) -> Any:
         return tuple(node)
     if kind.startswith("float"):
         _require(whole(node) or isinstance(node, float), key, node, "is not a number")
-        _require(abs(node) < 1e300, key, node, "is not a finite number")
+        _require(abs(node) < HUGE, key, node, "is not a finite number")
         return float(node)
     if kind.startswith("int"):
         _require(whole(node), key, node, "is not an integer")
@@ -285,26 +300,27 @@ def _lookup(document: Mapping[str, Any], key: str, kind: str) -> Any:
     return node
 
 
-def _plan(cfg: Config, layer: int) -> LayerPlan:
-    def latest(ids: tuple[int, ...]) -> int | None:
-        return max((i for i in ids if i <= layer), default=None)
+def _latest(ids: tuple[int, ...], layer: int) -> int | None:
+    return max((i for i in ids if i <= layer), default=None)
 
-    ratio = cfg.compress_ratios[layer]
-    source = cfg.candidate_source_layer_id
-    shared: dict[str, Any] = {}
-    mode = WINDOW
-    if ratio:
-        owns_index = layer in cfg.index_source_layer_ids
-        mode = FULL if layer in cfg.kv_source_layer_ids else REINDEX if owns_index else REUSE
-        shared = {
-            "kv_source": latest(cfg.kv_source_layer_ids),
-            "index_source": latest(cfg.index_source_layer_ids),
-            "publishes_candidates": layer == source,
-            "obeys_candidates": owns_index and source is not None and layer > source,
-        }
-    slot = cfg.engram_layer_ids.index(layer) if layer in cfg.engram_layer_ids else None
-    feature = layer in cfg.dspark_target_layer_ids
-    return LayerPlan(layer, mode, ratio, engram_slot=slot, draft_feature=feature, **shared)
+
+def _plan(cfg: Config, layer: int) -> LayerPlan:
+    ratio, source = cfg.compress_ratios[layer], cfg.candidate_source_layer_id
+    owns_kv, owns_index = layer in cfg.kv_source_layer_ids, layer in cfg.index_source_layer_ids
+    reads = ratio > 0 and layer not in cfg.window_only_layer_ids
+    return LayerPlan(
+        id=layer,
+        mode=FULL if owns_kv else REINDEX if owns_index else REUSE if reads else WINDOW,
+        ratio=ratio,
+        experts=cfg.n_routed_experts,
+        experts_per_token=cfg.num_experts_per_tok,
+        kv_source=_latest(cfg.kv_source_layer_ids, layer) if reads else None,
+        index_source=_latest(cfg.index_source_layer_ids, layer) if reads else None,
+        publishes_candidates=layer == source,
+        obeys_candidates=owns_index and source is not None and layer > source,
+        engram_slot=cfg.engram_layer_ids.index(layer) if layer in cfg.engram_layer_ids else None,
+        draft_feature=layer in cfg.dspark_target_layer_ids,
+    )
 
 
 def _validate(cfg: Config) -> None:
@@ -374,9 +390,8 @@ def _validate_plan(cfg: Config, check: Any) -> None:
     check("compress_ratios", len(ratios) in (layers, layers + drafts), lengths)
     check("compress_ratios", all(r in (0, 1, 2) for r in ratios), "has a ratio other than 0, 1 or 2")
     check("compress_ratios", not any(ratios[layers:]), "gives a draft stage a ratio other than 0")
-    names = ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids")
-    for name in names:
-        _validate_ids(cfg, check, name)
+    for name in ("kv_source", "index_source", "engram", "dspark_target", "window_only"):
+        _validate_ids(cfg, check, f"{name}_layer_ids")
     kv, index, source = cfg.kv_source_layer_ids, cfg.index_source_layer_ids, cfg.candidate_source_layer_id
     check("kv_source_layer_ids", set(kv) <= set(index), f"has a layer that is not in index_source_layer_ids {index}")
     no_ratio = [i for i in index if ratios[i] == 0]
@@ -386,18 +401,21 @@ def _validate_plan(cfg: Config, check: Any) -> None:
         pool = (cfg.candidate_topk_blocks - 1) * cfg.candidate_block_size + 1
         rule = f"blocks of {cfg.candidate_block_size} may hold {pool} visible entries, fewer than index_topk "
         check("candidate_topk_blocks", pool >= cfg.index_topk, rule + str(cfg.index_topk))
-    for plan in cfg.layers:
-        if plan.mode == WINDOW:
+    for layer in range(layers):
+        if not ratios[layer] or (layer in cfg.window_only_layer_ids and layer not in index):
             continue
-        consumer = f"leaves layer {plan.id} (ratio {plan.ratio}) without a source at or below it"
-        check("kv_source_layer_ids", plan.kv_source is not None, consumer)
-        for kind in ("kv_source", "index_source"):
-            read = getattr(plan, kind)
-            rule = f"makes layer {plan.id} (ratio {plan.ratio}) read layer {read} (ratio {ratios[read]})"
-            check("compress_ratios", ratios[read] == plan.ratio, rule)
-        if plan.obeys_candidates:
-            rule = f"makes layer {plan.id} (ratio {plan.ratio}) obey candidates of layer {source}"
-            check("compress_ratios", ratios[source] == plan.ratio, rule)
+        here = _with_ratio(ratios, layer)
+        sources = (_latest(kv, layer), _latest(index, layer))
+        check("kv_source_layer_ids", sources[0] is not None, f"leaves {here} without a source at or below it")
+        for read in sources:
+            check("compress_ratios", ratios[read] == ratios[layer], f"makes {here} read {_with_ratio(ratios, read)}")
+        if layer in index and source is not None and layer > source:
+            rule = f"makes {here} obey candidates of layer {source}"
+            check("compress_ratios", ratios[source] == ratios[layer], rule)
+
+
+def _with_ratio(ratios: tuple[int, ...], layer: int) -> str:
+    return f"layer {layer} (ratio {ratios[layer]})"
 
 
 def _validate_extras(cfg: Config, check: Any) -> None:

@@ -1,12 +1,12 @@
 """How parameters and batches lie on a mesh: by the names of their axes, whatever the mesh's sizes.
 
-    experts of routed and draft expert weights    over mesh axis `expert`
+    parameters                                    by the names of their axes (`PARAMETER_AXES`)
     rows of a batch: tokens, caches               over mesh axis `data` where they divide, else on every device
     rows of an Engram table placed "sharded"      over all devices of the mesh
-    everything else                               whole on every device
 
-A router's axis of experts stays whole: a token's choice needs the scores of all of them. Programs run under automatic
-partitioning, so a mesh of explicit axes is taken as the same devices with automatic ones.
+Parameters carry those names as Flax's sharding metadata. A router's axis has a name of its own and stays whole: a
+token's choice needs the scores of all experts. Programs run under automatic partitioning, so a mesh of explicit axes is
+taken as the same devices with automatic ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,6 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from pallas_kernels import BackendError
 
 MESH_AXES = ("data", "expert")
 Path = tuple[Any, ...]  # of a parameter: ("layers", 3, "ffn", "experts", "w1", "weight")
@@ -34,7 +32,7 @@ def automatic(mesh: Mesh | AbstractMesh) -> Any:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
-def parse(text: str) -> AbstractMesh:
+def parse_mesh(text: str) -> AbstractMesh:
     """The mesh that `data=1,expert=8` describes; it needs no devices. Raises ValueError with one line."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -47,9 +45,8 @@ def parse(text: str) -> AbstractMesh:
     return automatic(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
 
 
-def rule(path: Path, axes: Iterable[str | None]) -> tuple[str | None, ...]:
-    """The mesh axis of each axis of a parameter; None: whole."""
-    return tuple("expert" if axis == "experts" and "experts" in path else None for axis in axes)
+# Where the axes of parameters lie, by their names (`config`): an axis that is not here is whole on every device.
+PARAMETER_AXES = (("experts", "expert"),)
 
 
 def placements(params: nnx.Module, mesh: Mesh | AbstractMesh) -> dict[Path, NamedSharding]:
@@ -58,13 +55,13 @@ def placements(params: nnx.Module, mesh: Mesh | AbstractMesh) -> dict[Path, Name
     Raises ValueError with one line when an axis does not divide over its mesh axis, or for an unknown mesh axis.
     """
     mesh = automatic(mesh)
+    on = {axis: over for axis, over in PARAMETER_AXES if over in mesh.axis_names}
     found, uneven = {}, []
     for path, leaf in nnx.to_flat_state(nnx.state(params)):
-        name, axes = ".".join(map(str, path)), leaf.get_metadata("axes")
-        spec = [over if over in mesh.axis_names else None for over in rule(path, axes)]
-        for axis, size, over in zip(axes, leaf.shape, spec, strict=True):
+        spec = [on.get(axis) for axis in leaf.get_metadata("out_sharding")]
+        for axis, size, over in zip(leaf.get_metadata("out_sharding"), leaf.shape, spec, strict=True):
             if over is not None and size % mesh.shape[over]:
-                width = mesh.shape[over]
+                width, name = mesh.shape[over], ".".join(map(str, path))
                 uneven.append(f"{name}: axis {axis!r} of {size} does not divide over mesh axis {over!r} of {width}")
         found[path] = NamedSharding(mesh, P(*spec) if any(spec) else P())
     if uneven:
@@ -73,13 +70,7 @@ def placements(params: nnx.Module, mesh: Mesh | AbstractMesh) -> dict[Path, Name
     return found
 
 
-def check_backend(backend: str, mesh: Mesh | AbstractMesh | None) -> None:
-    """Raise BackendError for kernels on several devices: automatic partitioning cannot split them."""
-    if backend == "pallas" and mesh is not None and mesh.size > 1:
-        raise BackendError(f"backend 'pallas': kernels run on one device, the mesh has {mesh.size}; use backend='xla'")
-
-
-def rows_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+def sharded_rows(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Axis 0 over all devices of the mesh."""
     return NamedSharding(automatic(mesh), P(mesh.axis_names))
 
@@ -93,7 +84,9 @@ def mesh_of(leaves: Iterable[Any]) -> Mesh | None:
     return None
 
 
-def lay[Batch](batch: Batch, mesh: Mesh, put: Callable[[list[Any], list[Any]], list[Any]] = jax.device_put) -> Batch:
+def shard_batch[Batch](
+    batch: Batch, mesh: Mesh, put: Callable[[list[Any], list[Any]], list[Any]] = jax.device_put
+) -> Batch:
     """A pytree of arrays that lead with the rows of a batch, on the mesh; `put(arrays, shardings)` moves them, or
     inside a program constrains them."""
     over = mesh.shape.get("data", 1)

@@ -1,7 +1,7 @@
 """The operations that need a kernel on a GPU, one folder each: public function, plain reference, named shapes.
 
-A leaf package: it imports jax, numpy and jaxtyping only. Every public function takes `backend=`: "xla" runs the
-reference under XLA; "pallas" runs the kernel, and raises where there is none. Nothing falls back silently.
+A leaf package: it imports jax, numpy and jaxtyping only. What has a kernel takes `backend=`: "xla" runs the reference
+under XLA; "pallas" runs the kernel, and raises where it cannot. Nothing falls back silently.
 """
 
 

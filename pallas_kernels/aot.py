@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.target import multiprocessors
+
 SPILL_LIMIT = 64  # bytes a thread: what ptxas spills around a call or a loop entry, not in an inner loop
 SHARED_LIMIT = 232448  # bytes a block can ask for on both
 ENVIRONMENT = {
@@ -52,7 +54,7 @@ device_description_str: "{name}"
 GPUS = {
     "sm_90": DESCRIPTION.format(
         name="NVIDIA H200",
-        cores=132,
+        cores=multiprocessors("sm_90"),
         bandwidth=4_800_000_000_000,
         l2=62914560,
         memory=150_754_820_096,
@@ -61,7 +63,7 @@ GPUS = {
     ),
     "sm_103": DESCRIPTION.format(
         name="NVIDIA B300",
-        cores=148,
+        cores=multiprocessors("sm_103"),
         bandwidth=8_000_000_000_000,
         l2=132644864,
         memory=288_000_000_000,
@@ -128,7 +130,7 @@ def compile_case(function: Callable[..., Any], shapes: Any, place: Callable[[Any
     """{kernels: {name: {registers, spill, shared}}} or {error} of `function` compiled for `shapes`."""
     import jax
 
-    from pallas_kernels.bench import command_buffers, dump
+    from pallas_kernels.bench.dump import command_buffers, dump
 
     log = folder / "log"
     options = dump(folder) | {"xla_gpu_graph_min_graph_size": 1}
@@ -152,7 +154,7 @@ def compile_all(target: str, wanted: Sequence[str]) -> None:
     import jax
     from jax.experimental import topologies
 
-    from pallas_kernels.bench import selected
+    from pallas_kernels.case import selected
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=GPUS[target], topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("d",))

@@ -4,12 +4,14 @@ Each `<op>/cases.py` has two tuples of them: SMALL runs on a CPU in interpret mo
 runs and is timed on a GPU.
 """
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """`inputs(seed)` makes fresh ones; with jax.random, `jax.eval_shape` has their shapes without making them.
     `kernel` and `reference` take the arrays of `inputs`; `kernel` also takes `tile=` and `interpret=`.
@@ -27,3 +29,18 @@ class Case:
     flops: float = 0.0
     nbytes: float = 0.0
     repeatable: bool = True
+
+
+def operations() -> list[str]:
+    """Names of the ops that have cases."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/cases.py"))
+
+
+def selected(wanted: Sequence[str], size: str = "MODEL") -> Iterator[tuple[str, Case]]:
+    """(op, case) for `op` or `op/case` words, all without one; a word that fits nothing is an error."""
+    modules = {op: importlib.import_module(f"pallas_kernels.{op}.cases") for op in operations()}
+    found = [(op, case) for op, module in modules.items() for case in getattr(module, size)]
+    for word in wanted:
+        if not any(word in (op, f"{op}/{case.name}") for op, case in found):
+            raise SystemExit(f"{word!r} is not one of {', '.join(sorted({op for op, _ in found}))} or op/case")
+    yield from ((op, c) for op, c in found if not wanted or op in wanted or f"{op}/{c.name}" in wanted)

@@ -16,6 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
+GROUP = 32  # values that share an E8M0 scale: of a row, or rows and columns of a block
+NVFP4_GROUP = 16  # values that share an E4M3 scale
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -43,10 +45,10 @@ def e8m0_ceil(x: Float32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     return ((bits + 0x7FFFFF) >> 23).astype(jnp.uint8)
 
 
-def _binade(x: Float32[Array, "*shape"], least: int) -> Int32[Array, "*shape"]:
-    """max(floor(log2 |x|), least)."""
+def _binade(x: Float32[Array, "*shape"], minimum: int) -> Int32[Array, "*shape"]:
+    """max(floor(log2 |x|), minimum)."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.maximum(((bits >> 23) & 0xFF) - 127, least)
+    return jnp.maximum(((bits >> 23) & 0xFF) - 127, minimum)
 
 
 def _power_of_two(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -100,11 +102,11 @@ def dequantize_fp4(
     packed: UInt8[Array, "*lead half"], scale: Shaped[Array, "*lead groups"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "*lead all"]:
     """MXFP4 rows: E2M1 codes times one E8M0 scale per 32 columns, exact in bfloat16 and float32."""
-    groups = -(-packed.shape[-1] // 16)
+    groups = -(-packed.shape[-1] // (GROUP // 2))
     if scale.shape != (*packed.shape[:-1], groups):
         raise ValueError(f"scale: shape {scale.shape} does not match packed {packed.shape}, one scale per 16 bytes")
     values = e2m1_value(unpack_e2m1(packed))
-    return (values * jnp.repeat(e8m0_value(scale), 32, axis=-1)[..., : values.shape[-1]]).astype(dtype)
+    return (values * jnp.repeat(e8m0_value(scale), GROUP, axis=-1)[..., : values.shape[-1]]).astype(dtype)
 
 
 def dequantize_fp8(
@@ -112,8 +114,8 @@ def dequantize_fp8(
 ) -> Float[Array, "N K"]:
     """Dense FP8: value[i, j] = weight[i, j] * scale[i // 32, j // 32]; ragged edges keep their block's scale."""
     rows, columns = weight.shape
-    blocks = (-(-rows // 32), -(-columns // 32))
+    blocks = (-(-rows // GROUP), -(-columns // GROUP))
     if scale.shape != blocks:
         raise ValueError(f"scale: shape {scale.shape} does not match weight {weight.shape} in 32x32 blocks {blocks}")
-    full = jnp.repeat(jnp.repeat(e8m0_value(scale), 32, axis=0)[:rows], 32, axis=1)[:, :columns]
+    full = jnp.repeat(jnp.repeat(e8m0_value(scale), GROUP, axis=0)[:rows], GROUP, axis=1)[:, :columns]
     return (weight.astype(jnp.float32) * full).astype(dtype)

@@ -13,6 +13,7 @@ from pallas_kernels import BackendError
 
 # The GPUs that have tiles. Abstract devices are known by name only: a concrete one also tells its capability.
 TARGETS = {"H100": "sm_90", "H200": "sm_90", "GH200": "sm_90", "B300": "sm_103", "GB300": "sm_103"}
+MULTIPROCESSORS = {"sm_90": 132, "sm_103": 148}
 LOWERINGS = {"triton": "jax.experimental.pallas.triton", "mosaic": "jax.experimental.pallas.mosaic_gpu"}
 
 
@@ -37,7 +38,12 @@ def target() -> str | None:
     return name if name in TARGETS.values() else None
 
 
-def tile[T](tiles: Mapping[str, T]) -> T:
+def multiprocessors(name: str) -> int:
+    """How many a target has: the programs of a kernel whose programs stay resident."""
+    return MULTIPROCESSORS[name]
+
+
+def choose_tile[T](tiles: Mapping[str, T]) -> T:
     """The entry for the target in force; the first one without a GPU, where kernels run in interpret mode only."""
     platform, kind, _ = _device()
     if platform != "gpu":

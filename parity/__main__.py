@@ -11,12 +11,13 @@ from rich.console import Console
 
 from dsv41_jax import Model
 from dsv41_jax.cli import STDERR, fail, lengths_of
-from dsv41_jax.numerics import NUMERICS
+from dsv41_jax.nn.random import random_parameters
+from dsv41_jax.numerics import NUMERICS, numerics_by_name
 from pallas_kernels import BackendError
-from pallas_kernels.bench import Clock
-from parity import backend as backends
-from parity import golden as golden_directories
-from parity import replay as replays
+from pallas_kernels.bench.clock import Clock
+from parity.backend import compare, decode_step, released
+from parity.golden import compare_directory
+from parity.replay import measure, show_replay
 from parity.table import FAIL, Row, show
 from parity.units import compare_units
 
@@ -34,7 +35,7 @@ def tables(directory: Path) -> Iterator[tuple[str, list[Row]]]:
     if present[0]:
         yield f"{directory.name}: single operations", compare_units(directory)
     if present[1]:
-        yield from golden_directories.compare_directory(directory)
+        yield from compare_directory(directory)
 
 
 @app.command()
@@ -60,7 +61,7 @@ def replay(ckpt: str, tokens: str, prompts: int, numerics: str) -> None:
     model = Model.from_pretrained(ckpt, numerics=numerics)
     window = model.config.sliding_window
     lengths = lengths_of(tokens) if tokens else [window // 2, *(k * window for k in (1, 2, 3, 6))]
-    replays.show(replays.measure(model, lengths, prompts), Console())
+    show_replay(measure(model, lengths, prompts), Console())
 
 
 @app.command()
@@ -70,17 +71,15 @@ def replay(ckpt: str, tokens: str, prompts: int, numerics: str) -> None:
 @click.option("--batch", default=(1, 64), show_default=True, multiple=True, type=click.IntRange(min=1), help="decoded")
 def backend(numerics: str, prompt: int, experts: int, batch: tuple[int, ...]) -> None:
     """On a GPU: the model on the kernels against XLA, and the time of a decode step; exit 1 if they are further off."""
-    backends.numerics(numerics, "pallas")
-    cfg = backends.released(n_routed_experts=experts)
-    params = backends.parameters(cfg, 0)
+    numerics_by_name(numerics, "pallas")
+    cfg = released(n_routed_experts=experts)
+    params = random_parameters(cfg, 0, on_device=True)
     with STDERR.status("comparing three models, compiling decode steps"), ThreadPoolExecutor() as pool:
         steps = {
-            (sequences, name): pool.submit(
-                backends.decode_step, cfg, params, backends.numerics(numerics, name), sequences
-            )
+            (sequences, name): pool.submit(decode_step, cfg, params, numerics_by_name(numerics, name), sequences)
             for sequences, name in itertools.product(batch, ("pallas", "xla"))
         }
-        rows = backends.compare(cfg, params, numerics, prompt=prompt, decoded=3, batch=8)
+        rows = compare(cfg, params, numerics, prompt=prompt, decoded=3, batch=8)
     show(f"five layers, {experts} experts, {numerics}: error against float32", rows, Console(width=160))
     clock = Clock(5)
     for (sequences, name), step in steps.items():

@@ -7,14 +7,11 @@ decides a comparison; of several prompts the median counts, since one flipped ex
 are random: they need no checkpoint, and say nothing about one.
 """
 
-import itertools
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +19,12 @@ import numpy as np
 from jaxtyping import Array
 
 from dsv41_jax import Config
+from dsv41_jax.engine.engine import Engine
 from dsv41_jax.engine.programs import Programs
 from dsv41_jax.nn.cache import init_cache
-from dsv41_jax.nn.linear import map_parameters
-from dsv41_jax.nn.transformer import Transformer, abstract_parameters, spread
-from dsv41_jax.numerics import NUMERICS, Numerics, numerics
-from pallas_kernels.bench import command_buffers, dump
+from dsv41_jax.nn.transformer import Call, Transformer
+from dsv41_jax.numerics import NUMERICS, Numerics, numerics_by_name
+from pallas_kernels.bench.dump import command_buffers, dump
 from parity.table import FAIL, PASS, Row, relative_l2
 
 UNTUNED = {"xla_gpu_autotune_level": 0}  # minutes less for programs that are run once
@@ -47,38 +44,16 @@ def released(**changes: object) -> Config:
     return Config.flash().replace(**(base | changes))
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key: Array, shape: tuple[int, ...], dtype: Any, centre: float, deviation: float) -> Array:
-    return (centre + deviation * jax.random.normal(key, shape)).astype(dtype)
-
-
-def parameters(cfg: Config, seed: int) -> Transformer:
-    """As `model.random_parameters`, drawn on the device: these widths take minutes on a host."""
-    numbers = itertools.count()
-
-    def value(path: tuple[Any, ...], leaf: Any) -> Array:
-        key, (centre, deviation) = jax.random.fold_in(jax.random.key(seed), next(numbers)), spread(path, leaf)
-        if leaf.dtype == jnp.uint8:
-            return jax.random.bits(key, leaf.shape, jnp.uint8)
-        if leaf.dtype == jnp.float8_e8m0fnu:
-            return jax.lax.bitcast_convert_type(jnp.full(leaf.shape, centre, jnp.uint8), leaf.dtype)
-        return _normal(key, leaf.shape, leaf.dtype, centre, deviation)
-
-    return map_parameters(value, abstract_parameters(cfg))
-
-
-def run(cfg: Config, params: Transformer, num: Numerics, tokens: np.ndarray, prompt: int) -> dict[str, np.ndarray]:
+def run(cfg: Config, params: Transformer, numerics: Numerics, tokens: np.ndarray, prompt: int) -> dict[str, np.ndarray]:
     """Logits and taps of a prompt and of each token after it, as float32: {"prompt/layers.0.out": ..., ...}."""
-    programs = Programs(cfg, params, num, compiler_options=UNTUNED)
-    cache = init_cache(cfg, len(tokens), tokens.shape[1], num)
+    engine = Engine(cfg, params, numerics, compiler_options=UNTUNED)
+    cache = engine.init_cache(len(tokens), tokens.shape[1])
     taps = tuple(f"layers.{layer}.{tap}" for layer in range(cfg.num_hidden_layers) for tap in TAPS)
     found: dict[str, np.ndarray] = {}
     for first, last in ((0, prompt), *((t, t + 1) for t in range(prompt, tokens.shape[1]))):
-        piece = jnp.asarray(tokens[:, first:last], jnp.int32)
-        count = jnp.full(len(tokens), last - first, jnp.int32)
-        logits, cache, seen = programs.step(
-            programs.leaves, piece, count, (), None, cache, taps=taps, last_only=True, replay=False
-        )
+        piece, count = tokens[:, first:last].astype(np.int32), np.full(len(tokens), last - first, np.int32)
+        chunk = engine.chunk(piece, count, np.asarray(cache.length), np.asarray(cache.history), width=last - first)
+        logits, cache, seen = engine.run(chunk, cache, taps=taps, last_only=True)
         name = "prompt" if first == 0 else f"token {first}"
         seen = {name: np.asarray(value.astype(jnp.float32)) for name, value in (seen | {"logits": logits}).items()}
         found |= {f"{name}/{tap}": value for tap, value in seen.items()}
@@ -88,37 +63,45 @@ def run(cfg: Config, params: Transformer, num: Numerics, tokens: np.ndarray, pro
 def compare(cfg: Config, params: Transformer, name: str, *, prompt: int, decoded: int, batch: int) -> list[Row]:
     """Every tap of random prompts and of `decoded` tokens behind them: the kernels' error against XLA's."""
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (batch, prompt + decoded))
-    exact_num = replace(NUMERICS[name], dtype=jnp.dtype(jnp.float32))
+    exact_numerics = replace(NUMERICS[name], dtype=jnp.dtype(jnp.float32))
     with ThreadPoolExecutor(3) as pool:  # most of the time compiles
         exact, xla, pallas = pool.map(
-            lambda num: run(cfg, params, num, tokens, prompt), (exact_num, numerics(name), numerics(name, "pallas"))
+            lambda numerics: run(cfg, params, numerics, tokens, prompt),
+            (exact_numerics, numerics_by_name(name), numerics_by_name(name, "pallas")),
         )
     rows = []
     for place, wanted in exact.items():
         theirs, ours = (float(np.median(relative_l2(found[place], wanted))) for found in (xla, pallas))
         verdict = PASS if ours <= RULE * theirs else FAIL
         case, array = place.split("/")
-        rows.append(Row(case, array, f"{ours:.4f}", "median of rows", verdict, f"<= {RULE} x {theirs:.4f}"))
+        rows.append(
+            Row(
+                case=case,
+                array=array,
+                error=f"{ours:.4f}",
+                where="median of rows",
+                verdict=verdict,
+                rule=f"<= {RULE} x {theirs:.4f}",
+            )
+        )
     return rows
 
 
 def decode_step(
-    cfg: Config, params: Transformer, num: Numerics, batch: int
+    cfg: Config, params: Transformer, numerics: Numerics, batch: int
 ) -> tuple[Callable[[], Array], dict[str, int]]:
     """A decode step of `batch` sequences behind 2,000 tokens, compiled, and where its launches sit."""
-    programs = Programs(cfg, params, num)
-    cache = replace(init_cache(cfg, batch, 4096, num), length=jnp.full(batch, 2000, jnp.int32))
-    tokens, count = jnp.full((batch, 1), 7, jnp.int32), jnp.ones(batch, jnp.int32)
-    given = (programs.leaves, tokens, count, (), None)
-    jitted: Any = programs.step
+    programs, count = Programs(cfg, params, numerics), jnp.full(batch, 2000, jnp.int32)
+    cache = jax.device_put(replace(init_cache(cfg, batch, 4096, numerics), length=count))
+    call = Call(jnp.full((batch, 1), 7, jnp.int32), jnp.ones(batch, jnp.int32))
     with tempfile.TemporaryDirectory() as folder:
-        lowered = jitted.lower(*given, cache, taps=(), last_only=True, replay=False)
+        lowered, leaves = programs.lower("step", call, cache, taps=(), last_only=True, replay=False)
         step = lowered.compile(compiler_options=dump(folder))
         placed = command_buffers(Path(folder))
 
     def once() -> Array:
         nonlocal cache
-        logits, cache, _ = step(*given, cache)
+        logits, cache, _ = step(leaves, call, cache)
         return logits
 
     return once, placed

@@ -10,13 +10,14 @@ that `oracle_report.json` states for each row.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from dsv41_jax import Model
+from dsv41_jax import Cache, Config, Model
 from dsv41_jax.engine.images import ImageSource, Patches, preprocess
+from dsv41_jax.files.arrays import to_host
 from dsv41_jax.nn.dspark import Drafts
 from dsv41_jax.nn.vision import ImageInput
 from parity.table import FAIL, NOT_JUDGED, PASS, Row, compare, compare_equal, compare_sets, place, relative_l2
@@ -31,52 +32,16 @@ _CACHE_LEAVES = {
 }  # fmt: skip
 
 
-class Case:
-    """One case run by the model: logits and taps of the prefill, decode logits, drafts, and the caches on the way."""
+@dataclass(frozen=True, kw_only=True)
+class CaseRun:
+    """One case run by the model: logits and taps of the prefill, decode logits and drafts by array name, and the caches
+    on the way with the tokens that each holds."""
 
-    def __init__(
-        self, model: Model, name: str, inputs: dict[str, np.ndarray], taps: list[str], drafts: np.ndarray | None
-    ):
-        self.cfg, self.ids = model.config, inputs[f"{name}_ids"]
-        batch, self.total = self.ids.shape
-        self.prefill = int(inputs[f"{name}_prefill_len"]) if f"{name}_prefill_len" in inputs else self.total
-        self.arrays: dict[str, np.ndarray] = {}
-        image = self._images(model, name, inputs)
-        cache = model.init_cache(batch, self.total)
-        logits, cache, seen = model.step(self.ids[:, : self.prefill], cache, taps=taps, image=image)
-        self.arrays |= {tap: _host(value) for tap, value in seen.items()}
-        self.arrays["prefill_logits"] = _host(logits)
-        self.caches = {"cache": cache.copy()}
-        self.lengths = {"cache": self.prefill}
-        steps: list[np.ndarray] = []
-        guesses: list[tuple[np.ndarray, Drafts]] = []
-        for position in range(self.prefill, self.total):
-            logits, cache = model.step(self.ids[:, position : position + 1], cache)
-            steps.append(_host(logits))
-            if drafts is not None and len(guesses) < drafts.shape[1]:
-                given = drafts[..., 0][:, len(guesses)].astype(np.int32)
-                guesses.append((given, model.draft(given, cache)))
-                self.caches["drafts_end"], self.lengths["drafts_end"] = cache.copy(), position + 1
-        if steps:
-            self.arrays["decode_logits"] = np.concatenate(steps, axis=1)
-        if guesses:
-            self.arrays["spec_ids"] = np.stack([np.column_stack([g, d.ids]) for g, d in guesses], axis=1)
-            self.arrays["spec_logits"] = np.stack([_host(d.logits) for _, d in guesses], axis=1)
-            self.arrays["spec_confidence"] = np.stack([_host(d.confidence) for _, d in guesses], axis=1)
-        self.caches["cache_end"], self.lengths["cache_end"] = cache, self.total
-
-    def _images(self, model: Model, name: str, inputs: dict[str, np.ndarray]) -> ImageInput | None:
-        """The image spans of the prefill; also keeps what the tower and the aligner give for each image."""
-        if f"{name}_img_row_start" not in inputs:
-            return None
-        rows: list[list[ImageSource | Patches]] = [[] for _ in self.ids]
-        for number, (row, _) in enumerate(inputs[f"{name}_img_row_start"]):
-            image = preprocess(inputs[f"{name}_img{number}_rgb"], self.cfg)
-            features, aligned = model.encode_image(image)
-            self.arrays |= {f"vit{number}": _host(features), f"aligned{number}": _host(aligned)}
-            self.arrays[f"img{number}_patches"] = image.values.astype(np.float32)
-            rows[row].append(image)
-        return model.embed_images(self.ids[:, : self.prefill], rows)
+    cfg: Config
+    ids: np.ndarray
+    arrays: dict[str, np.ndarray]
+    caches: dict[str, Cache]
+    lengths: dict[str, int]
 
     def cache_leaf(self, key: str, golden: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """(our rows, golden rows) of a key like `cache.layers.1.index_k`, those that are alive. Rings are compared by
@@ -87,9 +52,11 @@ class Case:
             when = {"cache_after_spec0": "cache", "cache_end": "drafts_end"}.get(when, "")
             if not when:
                 return None
-            return self._ring(_host(self.caches[when].drafts[int(layer)]), golden, self.lengths[when], golden.shape[1])
+            return self._ring(
+                to_host(self.caches[when].drafts[int(layer)]), golden, self.lengths[when], golden.shape[1]
+            )
         state, length = self.caches[when].layers[int(layer)], self.lengths[when]
-        array = _host(getattr(state, _CACHE_LEAVES[leaf]))
+        array = to_host(getattr(state, _CACHE_LEAVES[leaf]))
         ratio = max(self.cfg.layers[int(layer)].ratio, 1)
         if leaf == "window_kv":
             return self._ring(array, golden, length, golden.shape[1])
@@ -105,9 +72,52 @@ class Case:
         return ours[:, position % ours.shape[1]], golden[:, (position - base) % golden.shape[1]]
 
 
-def _host(value: jax.Array) -> np.ndarray:
-    """In NumPy's own dtypes: bfloat16 becomes float32."""
-    return np.asarray(value, np.float32 if value.dtype.name == "bfloat16" else value.dtype)
+def run_case(
+    model: Model, name: str, inputs: dict[str, np.ndarray], taps: list[str], drafts: np.ndarray | None
+) -> CaseRun:
+    """Prefill, then decode steps, teacher forced; with `drafts` (ids by step) the drafter is asked behind the first of
+    them."""
+    ids = inputs[f"{name}_ids"]
+    batch, total = ids.shape
+    prefill = int(inputs[f"{name}_prefill_len"]) if f"{name}_prefill_len" in inputs else total
+    arrays, image = _images(model, name, inputs, ids[:, :prefill])
+    logits, cache, seen = model.step(ids[:, :prefill], model.init_cache(batch, total), taps=taps, image=image)
+    arrays |= {tap: to_host(value) for tap, value in seen.items()} | {"prefill_logits": to_host(logits)}
+    caches, lengths = {"cache": cache.copy()}, {"cache": prefill}
+    steps: list[np.ndarray] = []
+    guesses: list[tuple[np.ndarray, Drafts]] = []
+    for position in range(prefill, total):
+        logits, cache, _ = model.step(ids[:, position : position + 1], cache)
+        steps.append(to_host(logits))
+        if drafts is not None and len(guesses) < drafts.shape[1]:
+            given = drafts[..., 0][:, len(guesses)].astype(np.int32)
+            guesses.append((given, model.draft(given, cache)))
+            caches["drafts_end"], lengths["drafts_end"] = cache.copy(), position + 1
+    if steps:
+        arrays["decode_logits"] = np.concatenate(steps, axis=1)
+    if guesses:
+        arrays["spec_ids"] = np.stack([np.column_stack([g, d.ids]) for g, d in guesses], axis=1)
+        arrays["spec_logits"] = np.stack([to_host(d.logits) for _, d in guesses], axis=1)
+        arrays["spec_confidence"] = np.stack([to_host(d.confidence) for _, d in guesses], axis=1)
+    caches["cache_end"], lengths["cache_end"] = cache, total
+    return CaseRun(cfg=model.config, ids=ids, arrays=arrays, caches=caches, lengths=lengths)
+
+
+def _images(
+    model: Model, name: str, inputs: dict[str, np.ndarray], ids: np.ndarray
+) -> tuple[dict[str, np.ndarray], ImageInput | None]:
+    """(what the tower and the aligner give for each image, the image spans of the prefill)."""
+    arrays: dict[str, np.ndarray] = {}
+    if f"{name}_img_row_start" not in inputs:
+        return arrays, None
+    of_row: list[list[ImageSource | Patches]] = [[] for _ in ids]
+    for number, (row, _) in enumerate(inputs[f"{name}_img_row_start"]):
+        image = preprocess(inputs[f"{name}_img{number}_rgb"], model.config)
+        tower, aligned = model.engine.image_features(image)
+        arrays |= {f"vit{number}": to_host(tower), f"aligned{number}": to_host(aligned)}
+        arrays[f"img{number}_patches"] = image.values.astype(np.float32)
+        of_row[row].append(image)
+    return arrays, model.embed_images(ids, of_row)
 
 
 def _tap_of(array: str) -> str | None:
@@ -125,14 +135,28 @@ def _pool_mask(blocks: np.ndarray, size: int, shape: tuple[int, ...], ratio: int
     return inside & (entry < ((np.arange(shape[1]) + 1) // ratio)[:, None])
 
 
-def _judge(case: str, array: str, run: Case, golden: np.ndarray, bound: float) -> Row:
+def _judge(case: str, array: str, run: CaseRun, golden: np.ndarray, bound: float) -> Row:
     """A float32 array, a selection or a cache leaf of a case that ran."""
     if array.startswith("margin."):
-        return Row(case, array, "", "", NOT_JUDGED, "a gap between golden scores, not an output")
+        return Row(
+            case=case,
+            array=array,
+            error="",
+            where="",
+            verdict=NOT_JUDGED,
+            rule="a gap between golden scores, not an output",
+        )
     if array.startswith("cache"):
         rows = run.cache_leaf(array, golden)
         if rows is None:
-            return Row(case, array, "", "", NOT_JUDGED, "released rings are still empty here; see cache_after_spec0")
+            return Row(
+                case=case,
+                array=array,
+                error="",
+                where="",
+                verdict=NOT_JUDGED,
+                rule="released rings are still empty here; see cache_after_spec0",
+            )
         return compare(case, array, *rows, bound)
     name = array.removesuffix("[-3:]")
     if name == "engram_hash_ids":
@@ -152,14 +176,16 @@ def _judge(case: str, array: str, run: Case, golden: np.ndarray, bound: float) -
     return compare(case, array, got[:, -3:] if array.endswith("[-3:]") else got, golden, bound)
 
 
-def _judge_noise(case: str, array: str, run: Case, golden: np.ndarray, noise: list[float]) -> Row:
+def _judge_noise(case: str, array: str, run: CaseRun, golden: np.ndarray, noise: list[float]) -> Row:
     """Released numerics: relative L2 of each row against the noise stated for it; sublayer outputs, which lack the
     residual's averaging, at the 1.5 times of the house rule for bfloat16."""
     if array == "engram_hash_ids":
         return _judge(case, array, run, golden, TOLERANCE)
     if golden.dtype != np.float32:
         row = _judge(case, array, run, golden, TOLERANCE)
-        return Row(case, array, row.error, row.where, NOT_JUDGED, "chaotic: routing flips")
+        return Row(
+            case=case, array=array, error=row.error, where=row.where, verdict=NOT_JUDGED, rule="chaotic: routing flips"
+        )
     factor = 1.5 if array.endswith(("attn_out", "ffn_out", "latent")) else 1.0
     error = relative_l2(run.arrays[array], golden)
     bound = factor * (np.array(noise) if len(noise) == len(error) else np.full(len(error), max(noise)))
@@ -170,10 +196,12 @@ def _judge_noise(case: str, array: str, run: Case, golden: np.ndarray, noise: li
         verdict, rule = PASS if error.max() <= BFLOAT16_ULP else FAIL, "relative L2 <= 2^-7, a bfloat16 ulp"
     elif case != "e":
         verdict, rule = NOT_JUDGED, "chaotic: routing flips"
-    return Row(case, array, f"{error[worst]:.2e}", place((np.intp(worst),)), verdict, rule)
+    return Row(
+        case=case, array=array, error=f"{error[worst]:.2e}", where=place((np.intp(worst),)), verdict=verdict, rule=rule
+    )
 
 
-def _judge_rows(case: str, array: str, run: Case, golden: np.ndarray) -> Iterator[Row]:
+def _judge_rows(case: str, array: str, run: CaseRun, golden: np.ndarray) -> Iterator[Row]:
     """Quantized caches: one FP8 rounding at a tie decides all that follows in its row. Case `a` has none; of the
     others each row is told how far it agrees."""
     if case == "a":
@@ -183,7 +211,14 @@ def _judge_rows(case: str, array: str, run: Case, golden: np.ndarray) -> Iterato
         error = np.abs(got - wanted).max(axis=-1)
         off = np.flatnonzero(error > TOLERANCE)
         until = f"first off at position {off[0]}" if off.size else "agrees throughout"
-        yield Row(case, f"{array} row {row}", f"{error.max():.2e}", place((error.argmax(),)), NOT_JUDGED, until)
+        yield Row(
+            case=case,
+            array=f"{array} row {row}",
+            error=f"{error.max():.2e}",
+            where=place((error.argmax(),)),
+            verdict=NOT_JUDGED,
+            rule=until,
+        )
 
 
 def _cases(outputs: dict[str, np.ndarray]) -> dict[str, list[str]]:
@@ -225,15 +260,17 @@ def compare_directory(
         yield f"{directory.name}: {numerics}", rows
 
 
-def _judge_preprocessing(case: str, run: Case, inputs: dict[str, np.ndarray]) -> Iterator[Row]:
+def _judge_preprocessing(case: str, run: CaseRun, inputs: dict[str, np.ndarray]) -> Iterator[Row]:
     """Pixels to patches, and the span's place: bit-equal."""
     for name in (name for name in run.arrays if name.endswith("_patches")):
         golden = inputs[f"{case}_{name}"]
         yield compare_equal(case, name, run.arrays[name], golden.reshape(len(golden), -1), "bit-equal")
 
 
-def _run(model: Model, case: str, arrays: list[str], inputs: dict[str, np.ndarray], drafts: np.ndarray | None) -> Case:
+def _run(
+    model: Model, case: str, arrays: list[str], inputs: dict[str, np.ndarray], drafts: np.ndarray | None
+) -> CaseRun:
     taps = [tap for array in arrays if (tap := _tap_of(array)) is not None]
     if "engram_hash_ids" in arrays:
         taps += [f"layers.{layer}.engram_hash_ids" for layer in model.config.engram_layer_ids]
-    return Case(model, case, inputs, taps, drafts)
+    return run_case(model, case, inputs, taps, drafts)

@@ -19,7 +19,7 @@ from dsv41_jax.engine.snapshot import Snapshot
 from parity.table import relative_l2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Deviation:
     """Last-token logits of one kind of replay: relative L2 (median, largest), KL of exact from replayed in nats
     (mean), share of prompts whose best token is the same."""
@@ -38,7 +38,14 @@ def deviation(kind: str, tokens: int, exact: np.ndarray, replayed: np.ndarray) -
     log_p, log_q = (x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in (exact, replayed))
     divergence = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()
     same = (exact.argmax(axis=-1) == replayed.argmax(axis=-1)).mean()
-    return Deviation(kind, tokens, float(np.median(error)), float(error.max()), float(divergence), float(same))
+    return Deviation(
+        kind=kind,
+        tokens=tokens,
+        median=float(np.median(error)),
+        largest=float(error.max()),
+        divergence=float(divergence),
+        same_token=float(same),
+    )
 
 
 def measure(model: Model, lengths: Sequence[int], prompts: int, seed: int = 0) -> list[Deviation]:
@@ -53,14 +60,14 @@ def measure(model: Model, lengths: Sequence[int], prompts: int, seed: int = 0) -
 
         exact, half = behind("full"), max(1, length // 2)
         found.append(deviation("decoder", length, exact, behind("replay")))
-        _, cache = model.prefill(list(tokens[:, :half]), model.init_cache(prompts, length))
+        _, cache, _ = model.prefill(list(tokens[:, :half]), model.init_cache(prompts, length))
         cache = model.restore(Snapshot.of(cache), tokens[:, :half], capacity=length)
         resumed = np.asarray(model.prefill(list(tokens[:, half:]), cache)[0], np.float64)
         found.append(deviation(f"encoder, hit at {half}", length, exact, resumed))
     return found
 
 
-def show(found: Sequence[Deviation], console: Console) -> None:
+def show_replay(found: Sequence[Deviation], console: Console) -> None:
     """Print a row a measurement."""
     table = Table(box=None, pad_edge=False)
     for heading in ("replay", "tokens", "relative L2, median", "largest", "KL (nats)", "same best token"):

@@ -12,7 +12,7 @@ PASS, FAIL, NOT_RUN, NOT_JUDGED = "pass", "FAIL", "not run", "not judged"
 _STYLE = {PASS: "green", FAIL: "bold red", NOT_RUN: "yellow", NOT_JUDGED: "dim"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One array of one case: the largest error and where it stands, or why there is none."""
 
@@ -34,24 +34,42 @@ def compare(case: str, array: str, got: ArrayLike, wanted: ArrayLike, bound: flo
     rule = rule or f"<= {bound:g}"
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     if got.shape != wanted.shape:
-        return Row(case, array, f"shape {got.shape}", f"golden {wanted.shape}", FAIL, rule)
+        return Row(
+            case=case, array=array, error=f"shape {got.shape}", where=f"golden {wanted.shape}", verdict=FAIL, rule=rule
+        )
     special = ~(np.isfinite(got) & np.isfinite(wanted))
     same = np.where(np.isnan(wanted), np.isnan(got), got == wanted)
     with np.errstate(invalid="ignore"):
         error = np.where(special, np.where(same, 0.0, np.inf), np.abs(got - wanted))
     if error.size == 0:
-        return Row(case, array, "empty", "", PASS, rule)
+        return Row(case=case, array=array, error="empty", where="", verdict=PASS, rule=rule)
     worst = np.unravel_index(error.argmax(), error.shape)
-    return Row(case, array, f"{error.max():.2e}", place(worst), PASS if error.max() <= bound else FAIL, rule)
+    return Row(
+        case=case,
+        array=array,
+        error=f"{error.max():.2e}",
+        where=place(worst),
+        verdict=PASS if error.max() <= bound else FAIL,
+        rule=rule,
+    )
 
 
 def compare_equal(case: str, array: str, got: np.ndarray, wanted: np.ndarray, rule: str = "equal") -> Row:
     """Integers, codes, masks: every element equal."""
     if got.shape != wanted.shape:
-        return Row(case, array, f"shape {got.shape}", f"golden {wanted.shape}", FAIL, rule)
+        return Row(
+            case=case, array=array, error=f"shape {got.shape}", where=f"golden {wanted.shape}", verdict=FAIL, rule=rule
+        )
     different = np.argwhere(got != wanted)
     where = place(tuple(different[0])) if len(different) else ""
-    return Row(case, array, f"{len(different)} of {wanted.size}", where, FAIL if len(different) else PASS, rule)
+    return Row(
+        case=case,
+        array=array,
+        error=f"{len(different)} of {wanted.size}",
+        where=where,
+        verdict=FAIL if len(different) else PASS,
+        rule=rule,
+    )
 
 
 def compare_sets(case: str, array: str, got: np.ndarray, wanted: np.ndarray) -> Row:

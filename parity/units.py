@@ -18,7 +18,7 @@ from dsv41_jax.nn.rope import frequencies, rotate, yarn_frequencies
 from pallas_kernels.formats import cast, dequantize_fp4, dequantize_fp8
 from pallas_kernels.indexer.reference import candidate_blocks, mask_scores
 from pallas_kernels.mhc.reference import split_coefficients
-from pallas_kernels.rows import quantize_fp8, round_fp8, round_mxfp4, round_nvfp4
+from pallas_kernels.quantize import quantize_fp8, round_fp8, round_mxfp4, round_nvfp4
 from pallas_kernels.sparse_attention import sparse_attention
 from parity.table import Row, compare, compare_equal
 

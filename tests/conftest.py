@@ -9,20 +9,37 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook(["dsv41_jax", "pallas_kernels"], "beartype.beartype")
 
+import copy  # noqa: E402
+import os  # noqa: E402
+import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from dsv41_jax import Config, Model  # noqa: E402
-from dsv41_jax.engine import generate  # noqa: E402
-from dsv41_jax.engine.ngrams import layouts  # noqa: E402
-from dsv41_jax.engine.tables import Memory, Table  # noqa: E402
-from dsv41_jax.nn.transformer import random_parameters  # noqa: E402
+from dsv41_jax.engine import chunks  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = {"tiny-full": ROOT / "dsv41_jax/data/tiny", "text-min": ROOT / "tests/golden/text-min"}
+CACHE = pytest.StashKey[tempfile.TemporaryDirectory]()
 UNITS = ROOT / "tests/golden/units/units.npz"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One compilation cache for all processes of a run, gone with it: a program is compiled once, whoever needs it."""
+    if not hasattr(config, "workerinput"):
+        config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="dsv41-jax-tests-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[CACHE].name  # for workers, and processes of tests
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The process that started the run takes the cache away."""
+    if CACHE in config.stash:
+        config.stash[CACHE].cleanup()
 
 
 def small_config(**changes: object) -> Config:
@@ -39,26 +56,18 @@ def small_config(**changes: object) -> Config:
     return Config.tiny().replace(**(base | changes))
 
 
-def random_memory(cfg: Config, seed: int = 0) -> Memory | None:
-    """Engram tables of random rows and a token map onto the compressed vocabulary."""
-    if not cfg.engram_layer_ids:
-        return None
-    rng = np.random.default_rng(seed)
-    groups = cfg.engram_head_dim // 32
-    tables = tuple(
-        Table(
-            rng.integers(0, 0x60, (layout.rows, cfg.engram_head_dim), np.uint8),
-            np.full((layout.rows, groups), 124, np.uint8),
-        )
-        for layout in layouts(cfg)
-    )
-    token_map = np.minimum(np.arange(cfg.vocab_size), cfg.engram_compressed_vocab_size - 1).astype(np.int32)
-    return Memory(cfg, token_map, tables)
-
-
 def random_model(cfg: Config, numerics: str = "float32", seed: int = 0) -> Model:
     """A model of random weights, Engram included."""
-    return Model(cfg, random_parameters(cfg, seed), numerics=numerics, memory=random_memory(cfg, seed))
+    return Model.random(cfg, seed, numerics=numerics)
+
+
+def altered(model: Model, **parts: object) -> Model:
+    """The model with other parts of its engine; what is compiled is shared."""
+    other = copy.copy(model)
+    other.engine = copy.copy(model.engine)
+    for name, value in parts.items():
+        setattr(other.engine, name, value)
+    return other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -104,6 +113,6 @@ def few_short_compilations():
     """Calls of 16 tokens only, for a file of replays: a prompt of 40 is three chunks, and the tests share programs."""
     jax.config.update("jax_disable_most_optimizations", True)  # compiling is nearly all that it does
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "BUCKETS", (16,))
+        patch.setattr(chunks, "BUCKETS", (16,))
         yield
     jax.config.update("jax_disable_most_optimizations", False)

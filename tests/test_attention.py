@@ -9,10 +9,10 @@ import pytest
 from conftest import random_model, small_config
 from flax import nnx
 
-from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import LayerCache, Span
 from dsv41_jax.nn.rope import layer_frequencies
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
 CFG = small_config()  # layers: window, full (ratio 2), reuse, full (ratio 1), reindex
 W, H, N, T, S, C = CFG.sliding_window, CFG.head_dim, CFG.num_attention_heads, 24, 24, CFG.index_topk
@@ -25,8 +25,9 @@ def attention(layer):
 
 
 @cache
-def compiled(name="float32"):
-    return jax.jit(lambda part, *arrays: part(*arrays, numerics(name)))
+def compiled(layer, name="float32"):
+    how = {"plan": CFG.layers[layer], "cfg": CFG, "numerics": numerics_by_name(name)}
+    return jax.jit(lambda part, *arrays: part(*arrays, **how))
 
 
 def span_of(start, count, tokens=T):
@@ -37,9 +38,10 @@ def empty(layer, batch=2, dtype=jnp.float32):
     ratio = CFG.layers[layer].ratio
     window = jnp.zeros((batch, W + CFG.spare, H), dtype)
     if not CFG.layers[layer].owns_kv:
-        return LayerCache(window)
-    stores = jnp.zeros((batch, S, H), dtype), jnp.zeros((batch, S, CFG.index_head_dim), dtype)
-    return LayerCache(window, *stores, *[jnp.zeros((batch, ratio - 1 + CFG.spare if ratio > 1 else 0, H))] * 2)
+        return LayerCache(window=window)
+    main, index_keys = (jnp.zeros((batch, S, width), dtype) for width in (H, CFG.index_head_dim))
+    rest = jnp.zeros((batch, ratio - 1 + CFG.spare if ratio > 1 else 0, H))
+    return LayerCache(window=window, main=main, index_keys=index_keys, open_kv=rest, open_gate=rest, ratio=ratio)
 
 
 def inputs(seed, *shapes):
@@ -80,9 +82,9 @@ def turned64(x, positions, layer, back=False):
     return x
 
 
-def attend64(part, x, main=None, selected=None, first=0):
+def attend64(layer, part, x, main=None, selected=None, first=0):
     """Outputs [P, D] of one row whose tokens x [P, D] stand at first, first + 1, ...; nothing stands before them."""
-    layer, positions = part.plan.id, first + np.arange(len(x))
+    positions = first + np.arange(len(x))
     x = x.astype(np.float64)
     q = (norm64(x @ dense64(part.wq_a).T, part.q_norm) @ dense64(part.wq_b).T).reshape(len(x), N, H)
     q = turned64(q, positions, layer)
@@ -108,10 +110,10 @@ def close(got, expected):
 def test_a_reuse_layer_attends_to_its_window_and_the_selected_entries():  # V3's YaRN scale; V4's norm of heads
     x, main = inputs(0, (2, T, 32), (2, S, H))
     ids = random_ids(0)
-    published = Published(main=jnp.asarray(main), selected=jnp.asarray(ids))
-    y, *_ = compiled()(attention(2), jnp.asarray(x), published, empty(2), span_of([0, 0], [T, T]))
+    published = Shared(main=jnp.asarray(main), selected=jnp.asarray(ids))
+    y, *_ = compiled(2)(attention(2), jnp.asarray(x), published, empty(2), span_of([0, 0], [T, T]))
     for row in range(2):
-        close(y[row], attend64(attention(2), x[row], main[row], ids[row]))
+        close(y[row], attend64(2, attention(2), x[row], main[row], ids[row]))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 8, 13])
@@ -122,36 +124,37 @@ def test_a_second_chunk_reads_the_ring_of_the_first(cut):  # a ring of W rows lo
     for start, end in ((0, cut), (cut, T)):
         part, chosen = np.zeros_like(x), np.full_like(ids, -1)
         part[:, : end - start], chosen[:, : end - start] = x[:, start:end], ids[:, start:end]
-        published = Published(main=jnp.asarray(main), selected=jnp.asarray(chosen))
+        published = Shared(main=jnp.asarray(main), selected=jnp.asarray(chosen))
         span = span_of([start] * 2, [end - start] * 2)
-        y, _, state, _ = compiled()(attention(2), jnp.asarray(part), published, state, span)
+        y, _, state, _ = compiled(2)(attention(2), jnp.asarray(part), published, state, span)
         pieces.append(np.asarray(y)[:, : end - start])
     for row in range(2):
-        close(np.concatenate(pieces, axis=1)[row], attend64(attention(2), x[row], main[row], ids[row]))
+        close(np.concatenate(pieces, axis=1)[row], attend64(2, attention(2), x[row], main[row], ids[row]))
 
 
 @pytest.mark.parametrize("layer", [1, 3])
 def test_a_full_layer_attends_to_the_entries_it_compresses_itself(layer):
     (x,) = inputs(layer, (2, T, 32))
-    given = jnp.asarray(x), Published(), empty(layer), span_of([0, 0], [T, T])
-    y, published, state, taps = compiled()(attention(layer), *given)
+    given = jnp.asarray(x), Shared(), empty(layer), span_of([0, 0], [T, T])
+    y, published, state, taps = compiled(layer)(attention(layer), *given)
     np.testing.assert_array_equal(published.main, state.main)
     np.testing.assert_array_equal(published.index_keys, state.index_keys)
     np.testing.assert_array_equal(published.selected, taps["index_topk"])
     for row in range(2):
         close(
-            y[row], attend64(attention(layer), x[row], np.asarray(state.main[row]), np.asarray(published.selected[row]))
+            y[row],
+            attend64(layer, attention(layer), x[row], np.asarray(state.main[row]), np.asarray(published.selected[row])),
         )
 
 
 def test_a_window_layer_ignores_what_stands_published():
     (x,) = inputs(1, (2, T, 32))
-    poison = Published(jnp.full((2, S, H), jnp.nan), jnp.full((2, S, 32), jnp.nan), jnp.zeros((2, T, C), jnp.int32))
-    for published in (Published(), poison):
-        y, after, *_ = compiled()(attention(0), jnp.asarray(x), published, empty(0), span_of([0, 0], [T, T]))
+    poison = Shared(jnp.full((2, S, H), jnp.nan), jnp.full((2, S, 32), jnp.nan), jnp.zeros((2, T, C), jnp.int32))
+    for published in (Shared(), poison):
+        y, after, *_ = compiled(0)(attention(0), jnp.asarray(x), published, empty(0), span_of([0, 0], [T, T]))
         assert after.selected is None or (after.selected == published.selected).all()
         for row in range(2):
-            close(y[row], attend64(attention(0), x[row]))
+            close(y[row], attend64(0, attention(0), x[row]))
 
 
 def test_a_reuse_layer_follows_the_selection_of_the_layer_below():  # ids read from a buffer nobody filled
@@ -161,12 +164,12 @@ def test_a_reuse_layer_follows_the_selection_of_the_layer_below():  # ids read f
     perturbed.indexer.wq_b.weight[...] = (-weight.astype(jnp.float32)).astype(weight.dtype)
     seen = []
     for part in (source, perturbed, source):
-        _, published, *_ = compiled()(part, jnp.asarray(x), Published(), empty(1), span_of([0, 0], [T, T]))
-        y, after, *_ = compiled()(attention(2), jnp.asarray(other), published, empty(2), span_of([0, 0], [T, T]))
+        _, published, *_ = compiled(1)(part, jnp.asarray(x), Shared(), empty(1), span_of([0, 0], [T, T]))
+        y, after, *_ = compiled(2)(attention(2), jnp.asarray(other), published, empty(2), span_of([0, 0], [T, T]))
         np.testing.assert_array_equal(after.selected, published.selected)
         for row in range(2):
             ids = np.asarray(published.selected[row])
-            close(y[row], attend64(attention(2), other[row], np.asarray(published.main[row]), ids))
+            close(y[row], attend64(2, attention(2), other[row], np.asarray(published.main[row]), ids))
         seen.append((np.asarray(published.selected), np.asarray(y)))
     assert (seen[0][0] != seen[1][0]).any()
     assert np.abs(seen[0][1] - seen[1][1]).max() > 1e-3
@@ -178,16 +181,18 @@ def test_the_query_heads_are_not_normalised():  # V4 had a norm for each head, V
     ids, scaled = random_ids(3), nnx.clone(attention(2))
     scale = scaled.wq_b.scale[...].astype(jnp.float32).at[: H // 32].multiply(4.0)
     scaled.wq_b.scale[...] = scale.astype(jnp.float8_e8m0fnu)
-    published = Published(main=jnp.asarray(main), selected=jnp.asarray(ids))
-    y = [compiled()(p, jnp.asarray(x), published, empty(2), span_of([0, 0], [T, T]))[0] for p in (attention(2), scaled)]
-    close(y[1][0], attend64(scaled, x[0], main[0], ids[0]))
+    published = Shared(main=jnp.asarray(main), selected=jnp.asarray(ids))
+    y = [
+        compiled(2)(p, jnp.asarray(x), published, empty(2), span_of([0, 0], [T, T]))[0] for p in (attention(2), scaled)
+    ]
+    close(y[1][0], attend64(2, scaled, x[0], main[0], ids[0]))
     assert np.abs(np.asarray(y[0] - y[1])).max() > 1e-2
 
 
 def test_positions_shift_without_changing_the_output():  # an output left at the query's angle
     (x,) = inputs(4, (2, T, 32))
-    starts, given = ([0, 0], [1000, 1003]), (jnp.asarray(x), Published(), empty(0))
-    y = [compiled()(attention(0), *given, span_of(start, [T, T]))[0] for start in starts]
+    starts, given = ([0, 0], [1000, 1003]), (jnp.asarray(x), Shared(), empty(0))
+    y = [compiled(0)(attention(0), *given, span_of(start, [T, T]))[0] for start in starts]
     full = np.asarray(y[0])[:, W - 1 :]  # the queries whose whole window lies in this call
     np.testing.assert_allclose(np.asarray(y[1])[:, W - 1 :], full, atol=1e-3 * np.abs(full).max())
 
@@ -196,7 +201,7 @@ def test_a_lone_key_gives_its_unrotated_value():  # key and value are one row, s
     (x,) = inputs(5, (2, T, 32))
     part = nnx.clone(attention(0))
     part.attn_sink[...] = jnp.full(N, -jnp.inf)
-    y, *_ = compiled()(part, jnp.asarray(x), Published(), empty(0), span_of([0, 0], [1, 1]))
+    y, *_ = compiled(0)(part, jnp.asarray(x), Shared(), empty(0), span_of([0, 0], [1, 1]))
     value = norm64(x[:, 0].astype(np.float64) @ dense64(part.wkv).T, part.kv_norm)
     grouped = np.tile(value, (1, N)).reshape(2, CFG.o_groups, -1)
     low = np.einsum("bgi,gri->bgr", grouped, dense64(part.wo_a).reshape(CFG.o_groups, CFG.o_lora_rank, -1))
@@ -214,7 +219,7 @@ def test_the_sink_takes_probability_and_adds_no_value():
     outputs = []
     for sink in (np.full(N, -np.inf), equal, equal + np.log(3), np.full(N, 80.0)):
         part.attn_sink[...] = jnp.asarray(sink, jnp.float32)
-        y, *_ = compiled()(part, jnp.asarray(x), Published(), empty(0), span_of([0, 0], [T, T]))
+        y, *_ = compiled(0)(part, jnp.asarray(x), Shared(), empty(0), span_of([0, 0], [T, T]))
         assert np.isfinite(np.asarray(y)).all()
         outputs.append(np.asarray(y)[0, 0])
     np.testing.assert_allclose(outputs[1], outputs[0] / 2, atol=1e-5 * np.abs(outputs[0]).max())
@@ -228,22 +233,24 @@ def test_compressed_entries_alone_carry_the_output():  # a mask of inverted sens
     part.wkv.weight[...] = jnp.zeros_like(
         part.wkv.weight[...]
     )  # window rows are 0: keys that score 0, values that add 0
-    published = Published(main=jnp.asarray(main), selected=jnp.asarray(ids))
-    y, *_ = compiled()(part, jnp.asarray(x), published, empty(2), span_of([0, 0], [T, T]))
+    published = Shared(main=jnp.asarray(main), selected=jnp.asarray(ids))
+    y, *_ = compiled(2)(part, jnp.asarray(x), published, empty(2), span_of([0, 0], [T, T]))
     assert (np.abs(np.asarray(y)[:, 9:]).max(axis=-1) > 1e-2).all()
     assert not np.asarray(y)[:, 0].any()
-    close(y[1], attend64(part, x[1], main[1], ids[1]))
+    close(y[1], attend64(2, part, x[1], main[1], ids[1]))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
 def test_padding_of_nan_reaches_no_live_token(layer):  # 0 * NaN: unread rows need more than zero weight
     x, main = inputs(8, (2, T, 32), (2, S, H))
     ids = random_ids(8)
-    published = Published(main=jnp.asarray(main), selected=jnp.asarray(ids))
+    published = Shared(main=jnp.asarray(main), selected=jnp.asarray(ids))
     poisoned = x.copy()
     poisoned[0, 17:] = poisoned[1, 3:] = np.nan
-    plain, _, kept, _ = compiled()(attention(layer), jnp.asarray(x), published, empty(layer), span_of([0, 0], [17, 3]))
-    y, _, state, _ = compiled()(
+    plain, _, kept, _ = compiled(layer)(
+        attention(layer), jnp.asarray(x), published, empty(layer), span_of([0, 0], [17, 3])
+    )
+    y, _, state, _ = compiled(layer)(
         attention(layer), jnp.asarray(poisoned), published, empty(layer), span_of([0, 0], [17, 3])
     )
     np.testing.assert_array_equal(y[0, :17], plain[0, :17])
@@ -257,10 +264,10 @@ def test_every_numerics_attends_to_as_many_entries():  # a cache format that als
     (x,) = inputs(9, (2, T, 32))
     ratio, outputs = CFG.layers[layer].ratio, {}
     for name in ("float32", "cachequant", "reference"):
-        dtype = numerics(name).dtype
+        dtype = numerics_by_name(name).dtype
         state = empty(layer, dtype=dtype)
-        y, _, _, taps = compiled(name)(
-            attention(layer), jnp.asarray(x, dtype), Published(), state, span_of([0, 0], [T, T])
+        y, _, _, taps = compiled(layer, name)(
+            attention(layer), jnp.asarray(x, dtype), Shared(), state, span_of([0, 0], [T, T])
         )
         attended = (np.asarray(taps["index_topk"]) >= 0).sum(axis=-1)
         assert attended.tolist() == [[min((t + 1) // ratio, C) for t in range(T)]] * 2
@@ -273,10 +280,10 @@ def test_every_numerics_attends_to_as_many_entries():  # a cache format that als
 
 def test_teacher_forced_decode_equals_prefill_on_forty_tokens(small):  # breaks where the window's ring wraps
     tokens = np.random.default_rng(10).integers(0, 288, (2, 40))
-    whole, _ = small.step(tokens, small.init_cache(2, CAPACITY))
+    whole, _, _ = small.step(tokens, small.init_cache(2, CAPACITY))
     state, pieces = small.init_cache(2, CAPACITY), []
     for t in range(40):
-        logits, state = small.step(tokens[:, t : t + 1], state)
+        logits, state, _ = small.step(tokens[:, t : t + 1], state)
         pieces.append(np.asarray(logits))
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=1e-5)
 
@@ -285,10 +292,10 @@ def test_teacher_forced_decode_equals_prefill_on_forty_tokens(small):  # breaks 
 def test_both_continuations_of_a_fork_equal_fresh_runs(small, length):  # the windows belong to each fork alone
     rng = np.random.default_rng(length)
     prefix = rng.integers(0, 288, (2, length))
-    _, state = small.step(prefix, small.init_cache(2, CAPACITY))
+    _, state, _ = small.step(prefix, small.init_cache(2, CAPACITY))
     forks = [state.copy(), state]
     for fork in forks:
         tail = rng.integers(0, 288, (2, 16))
-        got, _ = small.step(tail, fork)
-        fresh, _ = small.step(np.concatenate([prefix, tail], axis=1), small.init_cache(2, CAPACITY))
+        got, _, _ = small.step(tail, fork)
+        fresh, _, _ = small.step(np.concatenate([prefix, tail], axis=1), small.init_cache(2, CAPACITY))
         np.testing.assert_allclose(got, np.asarray(fresh)[:, length:], atol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 from conftest import small_config
 
 from dsv41_jax.nn.cache import Span, init_cache, push_ring, window_ids, write_entries
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
 CAPACITY = 48  # with batch 2, what every file uses: the compiled steps of `small` are shared
 W = 8
@@ -172,16 +172,16 @@ def test_a_cache_lists_every_state(small):  # snapshots lose the open group and 
 @pytest.mark.parametrize("length", [13, 20])
 def test_a_snapshot_of_its_leaves_continues_like_the_original(small, length):  # at odd lengths a group is open
     tokens = np.random.default_rng(length).integers(0, 288, (2, length + 6))
-    _, cache = small.step(tokens[:, :length], small.init_cache(2, CAPACITY))
+    _, cache, _ = small.step(tokens[:, :length], small.init_cache(2, CAPACITY))
     leaves, structure = jax.tree.flatten(cache)
     saved = [np.array(leaf) for leaf in leaves]
     straight = []
     for t in range(6):
-        logits, cache = small.step(tokens[:, length + t : length + t + 1], cache)
+        logits, cache, _ = small.step(tokens[:, length + t : length + t + 1], cache)
         straight.append(np.asarray(logits))
     restored = structure.unflatten([jnp.asarray(leaf) for leaf in saved])
     for t in range(6):
-        logits, restored = small.step(tokens[:, length + t : length + t + 1], restored)
+        logits, restored, _ = small.step(tokens[:, length + t : length + t + 1], restored)
         np.testing.assert_array_equal(logits, straight[t])
 
 
@@ -195,8 +195,8 @@ def test_a_copy_survives_the_step_that_consumes_the_original(small):  # donated 
     cache = small.init_cache(2, CAPACITY)
     kept = cache.copy()
     tokens = np.array([[5], [6]])
-    first, _ = small.step(tokens, cache)
-    again, _ = small.step(tokens, kept)
+    first, _, _ = small.step(tokens, cache)
+    again, _, _ = small.step(tokens, kept)
     np.testing.assert_array_equal(first, again)
 
 
@@ -216,7 +216,7 @@ def test_seventeen_tokens_in_a_bucket_of_128_store_eight_groups(small):  # group
         for layer in cache.layers
     ]
     tokens = np.random.default_rng(4).integers(0, 288, (2, 17))
-    _, cache = small.step(tokens, replace(cache, layers=tuple(layers)))
+    _, cache, _ = small.step(tokens, replace(cache, layers=tuple(layers)))
     for layer, stored in ((1, 8), (3, 17)):
         for entries in (np.asarray(cache.layers[layer].main), np.asarray(cache.layers[layer].index_keys)):
             assert (entries[:, stored:] == 7.0).all()
@@ -225,7 +225,7 @@ def test_seventeen_tokens_in_a_bucket_of_128_store_eight_groups(small):  # group
 
 def test_a_step_past_the_capacity_raises_and_changes_nothing(small):  # dynamic_update_slice would shift back
     tokens = np.random.default_rng(5).integers(0, 288, (2, CAPACITY))
-    _, cache = small.step(tokens[:, : CAPACITY - 1], small.init_cache(2, CAPACITY))
+    _, cache, _ = small.step(tokens[:, : CAPACITY - 1], small.init_cache(2, CAPACITY))
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
     with pytest.raises(ValueError, match=rf"row 0 holds {CAPACITY - 1} tokens, 3 more exceed capacity {CAPACITY}"):
         small.step(np.zeros((2, 3), int), cache)
@@ -235,17 +235,17 @@ def test_a_step_past_the_capacity_raises_and_changes_nothing(small):  # dynamic_
         small.step(np.array([[288], [0]]), cache)
     for leaf, kept in zip(jax.tree.leaves(cache), before, strict=True):
         np.testing.assert_array_equal(leaf, kept)
-    whole, _ = small.step(tokens, small.init_cache(2, CAPACITY))
-    last, cache = small.step(tokens[:, -1:], cache)  # the last place is usable
+    whole, _, _ = small.step(tokens, small.init_cache(2, CAPACITY))
+    last, cache, _ = small.step(tokens[:, -1:], cache)  # the last place is usable
     np.testing.assert_allclose(last[:, 0], whole[:, -1], atol=1e-5)
     assert cache.length.tolist() == [CAPACITY] * 2
 
 
 def test_padding_beyond_the_capacity_is_no_overflow(small):
     tokens = np.random.default_rng(6).integers(0, 288, (2, CAPACITY))
-    _, cache = small.step(tokens, small.init_cache(2, CAPACITY), lengths=np.array([CAPACITY, CAPACITY - 2]))
+    _, cache, _ = small.step(tokens, small.init_cache(2, CAPACITY), lengths=np.array([CAPACITY, CAPACITY - 2]))
     main = np.asarray(cache.layers[3].main)
-    logits, cache = small.step(
+    logits, cache, _ = small.step(
         tokens[:, :16], cache, lengths=np.array([0, 2])
     )  # row 1 reaches the end, both are padded past it
     assert np.isfinite(np.asarray(logits)[1, :2]).all()
@@ -255,7 +255,7 @@ def test_padding_beyond_the_capacity_is_no_overflow(small):
 
 def test_take_gives_the_rows_in_the_order_asked(small):  # a beam's reorder must move the history too
     tokens = np.random.default_rng(7).integers(0, 288, (2, 5))
-    _, cache = small.step(tokens, small.init_cache(2, CAPACITY), lengths=np.array([5, 3]))
+    _, cache, _ = small.step(tokens, small.init_cache(2, CAPACITY), lengths=np.array([5, 3]))
     taken = cache.take(jnp.array([1, 0, 1], jnp.int32))
     assert taken.length.tolist() == [3, 5, 3]
     for leaf, source in zip(jax.tree.leaves(taken), jax.tree.leaves(cache), strict=True):
@@ -272,7 +272,7 @@ def test_dead_cache_positions_reach_no_logit(small, tokens, lengths):  # what me
     lengths = np.array(lengths)
     cache = small.init_cache(2, CAPACITY)
     if lengths.any():
-        _, cache = small.step(tokens[:, : lengths.max()], cache, lengths=lengths)
+        _, cache, _ = small.step(tokens[:, : lengths.max()], cache, lengths=lengths)
 
     def poisoned(array, oldest):
         """NaN everywhere but in the slots of positions oldest .. length - 1."""
@@ -296,17 +296,17 @@ def test_dead_cache_positions_reach_no_logit(small, tokens, lengths):  # what me
     poison = replace(cache.copy(), layers=tuple(layers))
     for width in (1, 5, 11, 1):
         call = np.resize(tokens, (2, width))
-        clean, cache = small.step(call, cache)
-        logits, poison = small.step(call, poison)
+        clean, cache, _ = small.step(call, cache)
+        logits, poison, _ = small.step(call, poison)
         np.testing.assert_array_equal(logits, clean)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 36])
 def test_chunk_sizes_give_equal_logits_and_caches(small, tokens, size):  # earlier chunks forgotten at a boundary
-    whole, expected = small.step(tokens[:, :37], small.init_cache(2, CAPACITY))
+    whole, expected, _ = small.step(tokens[:, :37], small.init_cache(2, CAPACITY))
     cache = small.init_cache(2, CAPACITY)
     for first in range(0, 37, size):
-        logits, cache = small.step(tokens[:, first : min(first + size, 37)], cache)
+        logits, cache, _ = small.step(tokens[:, first : min(first + size, 37)], cache)
     np.testing.assert_allclose(logits[:, -1], whole[:, -1], atol=1e-5)
     for leaf, other in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, other, atol=1e-5)
@@ -316,7 +316,7 @@ def test_repeated_calls_are_bit_identical(small, tokens):  # sums in order of ar
     seen = set()
     for _ in range(20):
         jnp.full((2, 128, 288), jnp.nan).block_until_ready()  # freed at once: what uninitialised memory would hold
-        logits, cache = small.step(tokens[:, :37], small.init_cache(2, CAPACITY))
+        logits, cache, _ = small.step(tokens[:, :37], small.init_cache(2, CAPACITY))
         leaves = [np.asarray(leaf) for leaf in [logits, *jax.tree.leaves(cache)]]
         seen.add(b"".join(leaf.tobytes() for leaf in leaves))
         assert all(np.isfinite(leaf).all() for leaf in leaves)
@@ -324,11 +324,11 @@ def test_repeated_calls_are_bit_identical(small, tokens):  # sums in order of ar
 
 
 def test_reordered_rows_continue_like_swapped_prompts(small, tokens):  # history stays with the old row
-    whole, _ = small.step(tokens[:, :9], small.init_cache(2, CAPACITY))
-    _, cache = small.step(tokens[:, :5], small.init_cache(2, CAPACITY))
+    whole, _, _ = small.step(tokens[:, :9], small.init_cache(2, CAPACITY))
+    _, cache, _ = small.step(tokens[:, :5], small.init_cache(2, CAPACITY))
     cache = cache.take(jnp.array([1, 0], jnp.int32))
     for t in range(5, 9):
-        logits, cache = small.step(tokens[::-1, t : t + 1], cache)
+        logits, cache, _ = small.step(tokens[::-1, t : t + 1], cache)
         np.testing.assert_allclose(logits[:, 0], np.asarray(whole)[::-1, t], atol=1e-5)
 
 
@@ -336,4 +336,4 @@ def test_reordered_rows_continue_like_swapped_prompts(small, tokens):  # history
 def test_sizes_out_of_range_raise_with_the_value(batch, capacity):
     bad = batch if batch < 1 else capacity
     with pytest.raises(ValueError, match=rf": {bad} is not in 1\.\."):
-        init_cache(small_config(), batch, capacity, numerics("float32"))
+        init_cache(small_config(), batch, capacity, numerics_by_name("float32"))

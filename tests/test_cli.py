@@ -82,7 +82,7 @@ def test_logits_file_holds_the_models_logits_and_taps(tokens, tmp_path, tiny):
     )
     found = np.load(out)
     assert set(found) == {"logits", "layers.3.index_topk", "layers.0.out"}
-    np.testing.assert_array_equal(found["logits"], tiny(np.load(tokens)["tokens"]))
+    np.testing.assert_array_equal(found["logits"], tiny(np.load(tokens)["tokens"]).logits)
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".npz"] == []
 
 

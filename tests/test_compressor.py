@@ -12,9 +12,9 @@ from conftest import random_model, small_config
 from dsv41_jax.nn.cache import LayerCache, Span
 from dsv41_jax.nn.compressor import group_positions, pool
 from dsv41_jax.nn.rope import layer_frequencies
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
-NUM = numerics("float32")
+NUM = numerics_by_name("float32")
 CFG = small_config()
 D, H, J = CFG.hidden_size, CFG.head_dim, CFG.index_head_dim
 
@@ -25,22 +25,27 @@ def attention(layer):
     return random_model(CFG).params.layers[layer].attn
 
 
+def ratio_of(layer):
+    return CFG.layers[layer].ratio
+
+
 @cache
 def compiled(layer):
-    part = attention(layer).compressor
-    return jax.jit(lambda x, state, span: part(x, state, span, NUM))
+    part, how = attention(layer).compressor, {"ratio": ratio_of(layer), "eps": CFG.rms_norm_eps, "numerics": NUM}
+    return jax.jit(lambda x, state, span: part(x, state, span, **how))
 
 
 @cache
 def compiled_entries(layer):
-    part = attention(layer)
-    return jax.jit(lambda x, state, span: part.compress(x, state, span, NUM))
+    part, how = attention(layer), {"plan": CFG.layers[layer], "cfg": CFG, "numerics": NUM}
+    return jax.jit(lambda x, state, span: part.compress(x, state, span, **how))
 
 
 def empty(batch, ratio, entries=24):
     rest = jnp.zeros((batch, ratio - 1 + CFG.spare if ratio > 1 else 0, H))
-    stores = jnp.zeros((batch, entries, H)), jnp.zeros((batch, entries, J))
-    return LayerCache(jnp.zeros((batch, CFG.sliding_window + CFG.spare, H)), *stores, rest, rest)
+    main, index_keys = jnp.zeros((batch, entries, H)), jnp.zeros((batch, entries, J))
+    window = jnp.zeros((batch, CFG.sliding_window + CFG.spare, H))
+    return LayerCache(window=window, main=main, index_keys=index_keys, open_kv=rest, open_gate=rest, ratio=ratio)
 
 
 def span_of(start, count, tokens):
@@ -49,7 +54,7 @@ def span_of(start, count, tokens):
 
 def latents64(layer, x):
     """Finished latents of one row, by a loop over groups in float64."""
-    parts, ratio = attention(layer).compressor, attention(layer).compressor.ratio
+    parts, ratio = attention(layer).compressor, ratio_of(layer)
     weight = lambda w: np.asarray(w.weight[...]).astype(np.float64)  # noqa: E731
     found = []
     for j in range(len(x) // ratio):
@@ -63,7 +68,7 @@ def latents64(layer, x):
 
 def feed(layer, x, cuts, width=24):
     """Latents of every row after the calls that end at cuts[row][call], each call padded with 1e4 to `width`."""
-    batch, ratio = len(x), attention(layer).compressor.ratio
+    batch, ratio = len(x), ratio_of(layer)
     state, start = empty(batch, ratio), np.zeros(batch, int)
     found = [[] for _ in x]
     for end in np.array(cuts).T:
@@ -174,7 +179,7 @@ def test_groups_of_a_call_start_at_the_open_one():
 
 def turned64(vector, position, layer):
     """vector with its last R channels rotated as adjacent pairs, by complex multiplication."""
-    angles = position * layer_frequencies(CFG, attention(layer).compressor.ratio).astype(np.float64)
+    angles = position * layer_frequencies(CFG, ratio_of(layer)).astype(np.float64)
     rotary = 2 * len(angles)
     pairs = vector[-rotary::2] + 1j * vector[-rotary + 1 :: 2]
     pairs = pairs * np.exp(1j * angles)
@@ -186,7 +191,7 @@ def turned64(vector, position, layer):
 def test_entries_turn_by_the_position_of_their_groups_first_token(layer, cuts):  # chunks that count from zero
     token = np.random.default_rng(7).standard_normal((1, 1, D), np.float32)
     x = np.repeat(token, 24, axis=1)  # equal tokens: every latent is the same, so entries differ by rotation only
-    ratio = attention(layer).compressor.ratio
+    ratio = ratio_of(layer)
     state, start = empty(1, ratio), 0
     for end in cuts:
         part = np.zeros((1, 24, D), np.float32)

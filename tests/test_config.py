@@ -158,12 +158,8 @@ def test_flash_layer_reads_the_latest_sources_at_or_below_it(layer, flash):
 
 
 def test_derived_sizes_of_flash(flash):
-    assert (flash.expanded_heads, flash.engram_columns, flash.candidate_pool, flash.has_vision) == (
-        32768,
-        24,
-        16384,
-        True,
-    )
+    assert (flash.expanded_heads, flash.engram_columns, flash.has_vision) == (32768, 24, True)
+    assert flash.candidate_topk_blocks * flash.candidate_block_size == 16384
 
 
 def test_no_candidate_source_means_nobody_publishes_or_obeys():
@@ -288,7 +284,8 @@ def test_missing_file_is_refused_by_its_path(path, tmp_path):
 
 
 def test_smallest_candidate_budget_that_can_always_hold_topk_is_accepted(flash):  # too few entries for the top-k
-    assert flash.replace(candidate_topk_blocks=65).candidate_pool == 520
+    kept = flash.replace(candidate_topk_blocks=65)
+    assert kept.candidate_topk_blocks * kept.candidate_block_size == 520
 
 
 # ----------------------------------------------------------------------------------------- validation, replace, value

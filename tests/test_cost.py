@@ -17,14 +17,14 @@ from conftest import small_config
 from flax import nnx
 
 from dsv41_jax.nn import indexer
-from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache
 from dsv41_jax.nn.transformer import abstract_parameters
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels.indexer import select
 
 LENGTHS = (8192, 65536, 524288)
-NUM, CFG = numerics("fast"), small_config(max_position_embeddings=1 << 20)
+NUM, CFG = numerics_by_name("fast"), small_config(max_position_embeddings=1 << 20)
 SHAPE = jax.ShapeDtypeStruct
 
 
@@ -47,13 +47,14 @@ def layer_cost(plan, length):
         return jax.eval_shape(lambda: jax.tree.leaves(init_cache(CFG, 1, length, NUM).layers[layer]))
 
     def token(state, x, source, kept, start):
-        kept, published = jax.tree.unflatten(jax.tree.structure(caches[plan.id]), kept), Published()
+        kept, published = jax.tree.unflatten(jax.tree.structure(caches[plan.id]), kept), Shared()
         if source:
             rows = jax.tree.unflatten(jax.tree.structure(caches[plan.kv_source]), source)
             selected, blocks = (jnp.zeros((1, 1, k), jnp.int32) for k in (CFG.index_topk, CFG.candidate_topk_blocks))
-            published = Published(rows.main, rows.index_keys, selected + start, blocks + start)
+            published = Shared(rows.main, rows.index_keys, selected + start, blocks + start)
         attn = nnx.merge(graph, state)
-        y, stands, kept, _ = attn(x, published, kept, Span.after(start, jnp.ones_like(start), 1), NUM)
+        span, how = Span.after(start, jnp.ones_like(start), 1), {"plan": plan, "cfg": CFG, "numerics": NUM}
+        y, stands, kept, _ = attn(x, published, kept, span, **how)
         return y, kept, stands.selected, stands.blocks
 
     graph, state = nnx.split(abstract_parameters(CFG).layers[plan.id].attn)

@@ -25,7 +25,7 @@ def run(model, ids, cuts):
     """The cache after calls that end at `cuts`."""
     cache = model.init_cache(len(ids), CAPACITY)
     for first, end in zip([0, *cuts], cuts, strict=False):
-        _, cache = model.step(ids[:, first:end], cache)
+        _, cache, _ = model.step(ids[:, first:end], cache)
     return cache
 
 
@@ -37,7 +37,7 @@ def caches(tiny):
         ids, cache = GIVEN[f"{case}_ids"], run(tiny, GIVEN[f"{case}_ids"], cuts)
         out[case] = [cache.copy()]
         for at in range(START[case], START[case] + RELEASED[f"{case}/spec_ids"].shape[1]):
-            _, cache = tiny.step(ids[:, at : at + 1], cache)
+            _, cache, _ = tiny.step(ids[:, at : at + 1], cache)
             out[case].append(cache.copy())
     return out
 
@@ -75,10 +75,10 @@ def test_drafting_changes_nothing_and_repeats_itself(tiny, caches):
 @pytest.mark.parametrize("lengths", [(WINDOW - 1, WINDOW + 1), (WINDOW, WINDOW + 1), (1, 2)])
 def test_drafting_right_after_prefill_equals_drafting_after_single_steps(tiny, lengths):  # seeded from a wrong tail
     ids, lengths = np.random.default_rng(0).integers(6, 288, (2, WINDOW + 2)), np.array(lengths)
-    _, whole = tiny.step(ids[:, : WINDOW + 1], tiny.init_cache(2, CAPACITY), lengths=lengths)
+    _, whole, _ = tiny.step(ids[:, : WINDOW + 1], tiny.init_cache(2, CAPACITY), lengths=lengths)
     single = tiny.init_cache(2, CAPACITY)
     for at in range(max(lengths)):
-        _, single = tiny.step(ids[:, at : at + 1], single, lengths=(at < lengths).astype(int))
+        _, single, _ = tiny.step(ids[:, at : at + 1], single, lengths=(at < lengths).astype(int))
     np.testing.assert_array_equal(whole.length, lengths)
     for one, two in zip(whole.drafts, single.drafts, strict=True):
         for row, length in enumerate(lengths):
@@ -111,12 +111,12 @@ def test_a_block_sees_the_window_before_it_and_all_of_itself(start):
 
 def drafted(model, cache, token, swap=None):
     """Draft logits and confidences with the parameters that `swap(path, leaf)` returns."""
-    leaves = model.programs.leaves
+    leaves = model.engine.programs.leaves
     if swap is not None:
         named = jax.tree_util.tree_flatten_with_path(model.params)[0]
         leaves = [swap(jax.tree_util.keystr(path), leaf) for path, leaf in named]
     other = copy.copy(model)
-    other.programs = copy.copy(model.programs)
+    other.programs = copy.copy(model.engine.programs)
     other.programs.leaves = leaves
     drafts = other.draft(token, cache)
     return np.asarray(drafts.logits), np.asarray(drafts.confidence)
@@ -204,9 +204,9 @@ def test_features_are_the_stream_mean_behind_engram(tiny):
     ids = np.tile(GIVEN["a_ids"][:, :12], (2, 1))
     cfg = tiny.config.replace(dspark_target_layer_ids=[4, 6, 7])  # layer 4 has an Engram site
     params = jax.tree.unflatten(jax.tree.structure(abstract_parameters(cfg)), jax.tree.leaves(tiny.params))
-    model = Model(cfg, params, numerics="float32", memory=tiny.memory)
+    model = Model(cfg, params, numerics="float32", engram=tiny.engram)
     names = ["layers.3.out", "layers.4.engram_out", "layers.4.draft_feature", "layers.5.out", "layers.6.out"]
-    _, seen = model(ids, taps=[*names, "main_hidden"])
+    _, _, seen = model(ids, taps=[*names, "main_hidden"])
     streams = [np.asarray(seen[n], np.float64) for n in ("layers.4.engram_out", "layers.5.out", "layers.6.out")]
     expected = np.concatenate([x.mean(axis=2) for x in streams], axis=-1)
     np.testing.assert_allclose(seen["main_hidden"], expected, atol=1e-5)

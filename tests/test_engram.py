@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDEN, random_memory, small_config
+from conftest import GOLDEN, small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from dsv41_jax import Checkpoint, Config, ConfigError
-from dsv41_jax.engine import generate, ngrams
-from dsv41_jax.engine.tables import Memory, Table, own_rows
+from dsv41_jax.engine import chunks, ngrams
+from dsv41_jax.engine.tables import EngramLookup, Table, rows_of_piece
 from dsv41_jax.files.load import load_tables
 from dsv41_jax.nn import engram
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
 # "Hello world, this is Engram.", position 0: token 19923 after nothing
 FLASH_ROWS = [
@@ -46,7 +46,7 @@ def python_rows(ids: list[int | None], pad: int, layout: ngrams.Layout) -> list[
     return rows
 
 
-def read(memory: Memory, tokens: object, state: tuple | None = None, ring: int = 8, **more: object):
+def read(memory: EngramLookup, tokens: object, state: tuple | None = None, ring: int = 8, **more: object):
     tokens = np.asarray(tokens, np.int32)
     start, history = state or (np.zeros(len(tokens), np.int32), np.full((len(tokens), ring), -1, np.int32))
     count = np.asarray(more.pop("count", [tokens.shape[1]] * len(tokens)), np.int32)
@@ -60,13 +60,13 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def tiny_memory(tokenizer) -> Memory:
-    return Memory(Config.tiny(), ngrams.compressed_ids(tokenizer, Config.tiny()), Checkpoint("tiny").tables())
+def tiny_memory(tokenizer) -> EngramLookup:
+    return EngramLookup(Config.tiny(), ngrams.compressed_ids(tokenizer, Config.tiny()), Checkpoint("tiny").tables())
 
 
 @pytest.fixture(scope="module")
-def memory() -> Memory:
-    return random_memory(small_config())
+def memory() -> EngramLookup:
+    return EngramLookup.random(small_config())
 
 
 @pytest.mark.parametrize(("slot", "rows", "first"), [(0, 384_006_168, 16_000_057), (1, 384_016_682, 16_000_477)])
@@ -173,7 +173,7 @@ def test_chunks_that_carry_the_history_give_the_rows_of_one_call(chunks, an_imag
         assert joined[:, :, slot].tolist() == rows
 
 
-def continued(memory: Memory, seen: list[int], then: list[int]) -> list[list[int]]:
+def continued(memory: EngramLookup, seen: list[int], then: list[int]) -> list[list[int]]:
     return python_rows([*seen, *then], memory.pad, memory.layouts[0])[len(seen) :]
 
 
@@ -203,7 +203,7 @@ def test_new_sequence_begins_with_pads_not_with_token_zero_or_the_last_sequence(
 def test_first_and_second_call_agree_whatever_the_number_of_layers(layer_ids, length):
     primes = [n for n in range(60, 300) if all(n % d for d in range(2, n))]
     rows = [sum(primes[6 * slot : 6 * slot + 6]) for slot in range(len(layer_ids))]
-    memory = random_memory(small_config(engram_layer_ids=layer_ids, engram_num_embeddings=rows))
+    memory = EngramLookup.random(small_config(engram_layer_ids=layer_ids, engram_num_embeddings=rows))
     tokens = np.random.default_rng(4).integers(8, 240, (2, length)).astype(np.int32)
     (first, _), (second, _) = read(memory, tokens), read(memory, tokens)
     for slot, layout in enumerate(memory.layouts):
@@ -213,7 +213,7 @@ def test_first_and_second_call_agree_whatever_the_number_of_layers(layer_ids, le
 
 def test_first_and_second_forward_of_a_model_agree(small):  # buffers sized by a list that fills later
     tokens = np.random.default_rng(5).integers(8, 240, (1, 13))
-    np.testing.assert_array_equal(small(tokens), small(tokens), strict=True)
+    np.testing.assert_array_equal(small(tokens).logits, small(tokens).logits, strict=True)
 
 
 def test_tiny_map_equals_an_implementation_with_unicodedata(tiny_memory, tokenizer):
@@ -274,7 +274,7 @@ def test_rows_decode_as_e4m3fn_with_one_scale_for_32_channels():  # a group of 1
     scale = np.tile(np.arange(127, 135, dtype=np.uint8), (1, 1, 6, 1))
     ones, no_ids = jnp.full((1, 1, 6, 256), 0x38, jnp.uint8), jnp.zeros((1, 1, 6), jnp.int32)
     rows = engram.EngramRows(ones, jnp.asarray(scale), no_ids)
-    out, _ = module(jnp.zeros((1, 1, 4, 32), jnp.float32), rows, None, numerics("float32"))
+    out, _ = module(jnp.zeros((1, 1, 4, 32), jnp.float32), rows, None, eps=1e-20, numerics=numerics_by_name("float32"))
     decoded = np.asarray(out)[0, 0, :, :24].reshape(4, 6, 4) * (1 + np.exp(-1e-3))  # keys are zero: d = 0
     np.testing.assert_allclose(decoded, np.broadcast_to(np.float32([2, 8, 32, 128]), (4, 6, 4)), rtol=1e-6)
 
@@ -285,7 +285,7 @@ def test_only_the_rows_of_a_call_are_read_and_a_row_takes_264_bytes(tmp_path):  
     weight = np.memmap(tmp_path / "weight", np.uint8, "w+", shape=(384_006_168, 256))  # 98 GB of holes
     scale = np.memmap(tmp_path / "scale", np.uint8, "w+", shape=(384_006_168, 8))
     weight[expected], scale[expected] = np.arange(24)[:, None], np.arange(24)[:, None] + 100
-    memory = Memory(cfg, np.arange(cfg.vocab_size, dtype=np.int32), (Table(weight, scale),))
+    memory = EngramLookup(cfg, np.arange(cfg.vocab_size, dtype=np.int32), (Table(weight, scale),))
     tracemalloc.start()
     (rows,), _ = memory.read(np.int32([[2]]), np.int32([1]), np.int32([3]), np.int32([[5_000, 77, 99_091]]))
     assert tracemalloc.get_traced_memory()[1] < 2**20  # the peak
@@ -309,9 +309,9 @@ def test_last_rows_of_a_released_table_are_found_where_they_lie_in_the_file(tmp_
         np.testing.assert_array_equal(found, np.broadcast_to(np.array([[9, 7], [0, 0]])[..., None], (2, 2, width)))
 
 
-def test_piece_of_a_table_answers_for_its_own_rows_alone():  # ids below the piece read far outside it
+def test_piece_of_a_table_answers_for_its_rows_of_piece_alone():  # ids below the piece read far outside it
     piece = jnp.asarray(np.arange(200, 400, 2, dtype=np.int32)[:, None].astype(np.uint8))  # rows 100..199
-    found = own_rows(piece, jnp.array([99, 100, 199, 200, 0, 2**31 - 1], jnp.int32), 100)
+    found = rows_of_piece(piece, jnp.array([99, 100, 199, 200, 0, 2**31 - 1], jnp.int32), 100)
     assert found[:, 0].tolist() == [0, 200, 398 - 256, 0, 0, 0]
 
 
@@ -347,7 +347,7 @@ def test_every_place_gives_the_rows_of_the_file_and_refuses_a_nan_scale_by_its_r
     np.testing.assert_array_equal(
         tables[1].read(np.array([605]))[0], damaged.read("layers.4.engram.embed.weight")[[605]].view(np.uint8)
     )
-    memory = Memory(Config.tiny(), np.zeros(288, np.int32), tables)
+    memory = EngramLookup(Config.tiny(), np.zeros(288, np.int32), tables)
     assert memory.on_host == (place in ("mmap", "host"))
     names = [f"layers.{layer}.engram.embed.{part}" for layer in (1, 4) for part in ("weight", "scale")]
     for found, name in zip(memory.sample(3)[-4:], names, strict=True):
@@ -362,10 +362,9 @@ def test_rows_are_read_in_a_thread_beside_the_steps_only_where_that_is_asked_for
     def read(tokens: np.ndarray, *_: object) -> None:
         readers.append((threading.get_ident() == threading.main_thread().ident, tokens.shape))
 
-    tokens = np.ones((1, 1100), np.int32)
-    parts = list(generate.pieces(tokens, np.array([1100]), 2, None, read, ahead=ahead))
-    assert readers == [(not ahead, part.tokens.shape) for part in parts]
-    assert len(parts) == 3
+    parts = list(chunks.ahead(lambda place: read(np.ones(place, np.int32)) or place, chunks.cuts(1100), thread=ahead))
+    assert readers == [(not ahead, part) for part in parts]
+    assert parts == chunks.cuts(1100) and len(parts) == 3
 
 
 def gate(x: object, key: object, q: object, k: object = 1.0) -> np.ndarray:
@@ -419,9 +418,15 @@ def test_module_equals_the_formula_and_every_ablation_is_seen(tiny_memory):  # g
     wanted = x + gate[..., None] * value
     names = {"weight": "wkv.weight", "scale": "wkv.scale", "q_weight": "q_weight", "k_weight": "k_weight"}
     module = filled(Config.tiny(), **{name: part(path).astype(np.float32) for name, path in names.items()})
-    out, _ = module(jnp.asarray(x), rows, image, numerics("float32"))
+    out, _ = module(jnp.asarray(x), rows, image, eps=1e-20, numerics=numerics_by_name("float32"))
     np.testing.assert_allclose(out, wanted, atol=1e-4)
     zeros = engram.EngramRows(jnp.zeros_like(rows.weight), rows.scale, rows.ids)
     for ablation in (zeros, others):  # no table; rows by the other layer's seeds and primes, from its table
-        assert np.abs(np.asarray(module(jnp.asarray(x), ablation, image, numerics("float32"))[0]) - wanted).max() > 1e-2
+        assert (
+            np.abs(
+                np.asarray(module(jnp.asarray(x), ablation, image, eps=1e-20, numerics=numerics_by_name("float32"))[0])
+                - wanted
+            ).max()
+            > 1e-2
+        )
     assert np.abs(x - wanted).max() > 1e-2  # the layer skipped

@@ -1,15 +1,20 @@
 """Generation: chunks, greedy decoding, stopping, sampling, and a fixed number of compiled shapes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import small_config
 
-from dsv41_jax.engine.generate import BUCKETS, Sampling, chunks, generate, nucleus, padded, pieces, prefill, sample
-from dsv41_jax.nn.cache import init_cache
+from dsv41_jax.engine.chunks import BUCKETS, cuts
+from dsv41_jax.engine.decode import decode
+from dsv41_jax.engine.engine import Engine
+from dsv41_jax.engine.sampling import Draws, Sampling, nucleus, sample
 from dsv41_jax.nn.rope import layer_frequencies
-from dsv41_jax.numerics import numerics
+from dsv41_jax.nn.transformer import Output
+from dsv41_jax.numerics import numerics_by_name
 
 CAPACITY = 48
 EOS, PAD = 7, 0
@@ -19,7 +24,7 @@ PROMPTS = [[5], [3, 250, 11, 47, 4, 4, 100, 101, 102, 103, 17]]
 @pytest.mark.parametrize("length", [*range(1, 20), 127, 128, 129, 144, 511, 512, 513, 1024, 1025, 1300])
 def test_chunks_cover_any_length_exactly(length):
     covered, padding = 0, 0
-    for first, bucket in chunks(length):
+    for first, bucket in cuts(length):
         assert first == covered
         assert bucket in BUCKETS
         assert padding == 0  # only the last chunk may be padded
@@ -30,7 +35,7 @@ def test_chunks_cover_any_length_exactly(length):
 
 
 def test_no_tokens_need_no_chunk():
-    assert chunks(0) == []
+    assert cuts(0) == []
 
 
 def greedy_by_forward(small, prompts, count):
@@ -41,7 +46,7 @@ def greedy_by_forward(small, prompts, count):
         padded = np.zeros((len(rows), lengths.max()), np.int32)
         for row, ids in enumerate(rows):
             padded[row, : len(ids)] = ids
-        logits, _ = small.step(padded, small.init_cache(len(rows), CAPACITY), lengths=lengths)
+        logits, _, _ = small.step(padded, small.init_cache(len(rows), CAPACITY), lengths=lengths)
         for row, ids in enumerate(rows):
             ids.append(int(np.asarray(logits)[row, lengths[row] - 1].argmax()))
     return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
@@ -76,31 +81,32 @@ def test_new_ids_are_plain_integers(small):
     assert all(type(i) is int for row in small.generate(PROMPTS, 2) for i in row)
 
 
-class Script:
-    """A step whose rows say a fixed text each, whatever they are given; it keeps what it was called with."""
+class Script(Engine):
+    """An engine whose rows say a fixed text each, whatever they are given; it keeps what it was called with."""
 
     def __init__(self, texts, vocabulary=12):
+        self.config = small_config(engram_layer_ids=[], engram_num_embeddings=[], pad_token_id=PAD)
+        self.numerics, self.engram = numerics_by_name("float32"), None
         self.texts, self.vocabulary, self.calls = texts, vocabulary, []
-        self.said = np.zeros(len(texts), int)
 
-    def __call__(self, tokens, cache, count):
-        self.calls.append((np.array(tokens), np.array(count)))
+    programs = None
+
+    def run(self, chunk, cache, **_):
+        self.calls.append((np.array(chunk.call.tokens), np.array(chunk.count)))
         logits = np.full((len(self.texts), self.vocabulary), -1.0, np.float32)
         for row, text in enumerate(self.texts):
             logits[row, text[min(len(self.calls) - 1, len(text) - 1)]] = 5.0
-        return jnp.asarray(logits), cache
+        return Output(jnp.asarray(logits), replace(cache, length=cache.length + chunk.count), {})
 
 
 def run_script(texts, prompts, limit, on_token=None):
     script = Script(texts)
-    cache = init_cache(small_config(), len(texts), 16, numerics("float32"))
-    lengths = np.array([len(prompt) for prompt in prompts])
 
     def start():
-        parts = pieces(padded(prompts, PAD), lengths, PAD)
-        return prefill(lambda part, cache: script(part.tokens, cache, part.count), parts, lengths, cache)
+        return script.prefill(prompts, script.init_cache(len(prompts), 2048))
 
-    return generate(script, start, len(prompts), PAD, Sampling(limit, EOS), on_token), script
+    sampling = Sampling(max_new_tokens=limit, eos=EOS)
+    return decode(script, start, len(prompts), sampling, on_token=on_token), script
 
 
 def test_eos_stops_its_row_and_is_kept_while_others_go_on():
@@ -161,6 +167,11 @@ LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
 CHI2 = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51, 5: 25.74}
 
 
+def draws(seed, step, temperature=1.0, top_p=1.0):
+    sampling = Sampling(max_new_tokens=1, eos=EOS, temperature=temperature, top_p=top_p, seed=seed)
+    return replace(Draws.first(sampling), step=step)
+
+
 def softmax64(logits):
     p = np.exp(logits.astype(np.float64) - logits.max())
     return p / p.sum()
@@ -195,7 +206,7 @@ def test_draws_have_the_exact_distribution(temperature, top_p):
     p = nucleus64(LOGITS / np.float32(temperature), top_p)
     live = p > 0
     for step in (0, 5):
-        ids = np.asarray(sample(logits, jax.random.key(11), step, temperature, top_p, greedy=False))
+        ids = np.asarray(sample(logits, draws(11, step, temperature, top_p)))
         counts = np.bincount(ids, minlength=6)
         assert counts[p == 0].sum() == 0
         statistic = ((counts - rows * p)[live] ** 2 / (rows * p[live])).sum()
@@ -205,7 +216,7 @@ def test_draws_have_the_exact_distribution(temperature, top_p):
 def test_steps_of_one_row_are_independent_draws():
     pairs = np.zeros((6, 6))
     logits = jnp.broadcast_to(jnp.asarray(LOGITS[:6]), (5000, 6))
-    first, second = (np.asarray(sample(logits, jax.random.key(0), s, 1.0, 1.0, greedy=False)) for s in (0, 1))
+    first, second = (np.asarray(sample(logits, draws(0, s))) for s in (0, 1))
     np.add.at(pairs, (first, second), 1)
     p = softmax64(LOGITS)
     expected = 5000 * np.outer(p, p)
@@ -214,18 +225,28 @@ def test_steps_of_one_row_are_independent_draws():
     assert statistic < likely.sum() + 4 * np.sqrt(2 * likely.sum())
 
 
+def test_a_seed_draws_what_gumbel_noise_on_the_logits_draws():  # so that a seed of an earlier release stays its text
+    logits = jnp.asarray(np.random.default_rng(3).standard_normal((4, 50)).astype(np.float32))
+    for step in range(5):
+        key = jax.random.key(9)
+        keys = [jax.random.fold_in(jax.random.fold_in(key, row), step) for row in range(4)]
+        noise = jnp.stack([jax.random.gumbel(k, (50,)) for k in keys])
+        expected = jnp.argmax(nucleus(logits / 0.7, 0.9) + noise, axis=-1)
+        assert sample(logits, draws(9, step, 0.7, 0.9)).tolist() == expected.tolist()
+
+
 def test_a_rows_draw_does_not_depend_on_the_other_rows():
     rng = np.random.default_rng(0)
     logits, other = rng.standard_normal((2, 3, 50)).astype(np.float32)
     other[1] = logits[1]
     for step in range(20):
-        drawn = [sample(jnp.asarray(a), jax.random.key(5), step, 1.0, 0.9, greedy=False)[1] for a in (logits, other)]
+        drawn = [sample(jnp.asarray(a), draws(5, step, top_p=0.9))[1] for a in (logits, other)]
         assert drawn[0] == drawn[1]
 
 
 def test_greedy_takes_the_lower_id_of_equals():
     logits = jnp.array([[0.0, 3.0, 3.0], [1.0, 1.0, 1.0]])
-    assert sample(logits, jax.random.key(0), 0, 1.0, 1.0, greedy=True).tolist() == [1, 0]
+    assert sample(logits, Draws.first(Sampling(max_new_tokens=1, eos=EOS))).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +304,7 @@ def test_no_length_and_no_step_compiles_anything_new(small):  # growing shapes, 
 def test_decode_positions_advance(small):  # a position baked in as a constant repeats the first
     cache, rows = small.init_cache(2, CAPACITY), []
     for position in range(CAPACITY):
-        _, cache = small.step(np.array([[21], [21]]), cache)
+        _, cache, _ = small.step(np.array([[21], [21]]), cache)
         rows.append(np.asarray(cache.layers[0].window)[0, position % 8].astype(np.float64))
     freqs = layer_frequencies(small.config, 0).astype(np.float64)
     still, turning = len(rows[0]) - 2 * len(freqs), rows[0][-2 * len(freqs) :]  # position 0 is not rotated
@@ -320,14 +341,14 @@ def test_bad_inputs_raise_one_line_and_leave_the_cache(small, bad, lengths, mess
 
 
 def test_tokens_and_lengths_may_be_nested_lists(small):
-    logits, _ = small.step([[5], [6]], small.init_cache(2, CAPACITY), lengths=[1, 0])
+    logits, _, _ = small.step([[5], [6]], small.init_cache(2, CAPACITY), lengths=[1, 0])
     assert logits.shape == (2, 1, 288)
 
 
 @pytest.mark.parametrize("start", [4, 5])
 def test_entry_taps_of_a_step_hold_every_entry_it_finishes(small, start):
     tokens = np.random.default_rng(start).integers(0, 288, (2, start + 3))
-    _, cache = small.step(tokens[:, :start], small.init_cache(2, CAPACITY))
+    _, cache, _ = small.step(tokens[:, :start], small.init_cache(2, CAPACITY))
     _, cache, seen = small.step(tokens[:, start:], cache, taps=["layers.1.main_kv"])
     finished = np.asarray(cache.layers[1].main)[:, start // 2 : (start + 3) // 2]
     np.testing.assert_array_equal(seen["layers.1.main_kv"], finished)

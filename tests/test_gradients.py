@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41_jax import forward
+from dsv41_jax import Call
 
 
 @pytest.fixture(scope="module")
@@ -16,22 +16,23 @@ def gradients(small):
     trained = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32]
 
     @jax.jit
-    def run(values, tokens, count, rows, cache):
+    def run(values, call, cache):
         def loss(values):
             full = list(leaves)
             for i, value in zip(trained, values, strict=True):
                 full[i] = value
             params = jax.tree.unflatten(structure, full)
-            logits, _, _ = forward(params, tokens, cache, cfg, num=num, count=count, rows=rows)
-            live = (jnp.arange(tokens.shape[1]) < count[0])[:, None]
+            logits, _, _ = params(call, cache, cfg=cfg, numerics=num)
+            live = (jnp.arange(call.tokens.shape[1]) < call.count[0])[:, None]
             return jnp.sum(jnp.where(live, jax.nn.log_softmax(logits[0]), 0.0) ** 2)
 
         return jax.grad(loss)(values)
 
     def of(tokens, count):
         cache = small.init_cache(2, 24)
-        rows, _ = small.engram_rows(tokens, np.array(count), cache)
-        return run([leaves[i] for i in trained], jnp.asarray(tokens), jnp.asarray(count, jnp.int32), rows, cache)
+        count = np.array(count, np.int32)
+        rows, _ = small.engram.read(tokens, count, cache.length, cache.history, None)
+        return run([leaves[i] for i in trained], Call(tokens, count, rows), cache)
 
     return of
 

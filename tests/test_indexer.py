@@ -12,13 +12,13 @@ from dsv41_jax.config import ConfigError
 from dsv41_jax.nn.cache import Span
 from dsv41_jax.nn.indexer import Indexer, visible_entries
 from dsv41_jax.nn.rope import layer_frequencies
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels.indexer import index_scores
 from pallas_kernels.indexer.reference import candidate_blocks, mask_scores, pool_entries, pool_mask
 from pallas_kernels.topk import topk
 
 CFG = small_config()  # pool: 3 blocks of 2 entries; 4 selected
-NUM = numerics("float32")
+NUM = numerics_by_name("float32")
 INF = np.inf
 T, S = 8, 24
 
@@ -224,13 +224,13 @@ def indexer(layer):
 
 @cache
 def compiled(layer):
-    part = indexer(layer)
-    return jax.jit(lambda *arrays: part(*arrays, NUM))
+    part, how = indexer(layer), {"plan": CFG.layers[layer], "cfg": CFG, "numerics": NUM}
+    return jax.jit(lambda *arrays: part(*arrays, **how))
 
 
 def scores64(layer, x, q_r, keys, start):
     """Visible scores [T, S] of one row in float64; -inf elsewhere."""
-    part, ratio = indexer(layer), indexer(layer).plan.ratio
+    part, ratio = indexer(layer), CFG.layers[layer].ratio
     scale = np.repeat(np.repeat(np.asarray(part.wq_b.scale[...]).astype(np.float64), 32, axis=0), 32, axis=1)
     query = q_r.astype(np.float64) @ (np.asarray(part.wq_b.weight[...]).astype(np.float64) * scale).T
     query = query.reshape(len(x), CFG.index_n_heads, CFG.index_head_dim)
@@ -293,8 +293,9 @@ def test_the_pool_restricts_the_layer_above_in_both_forms(start):
     part = Indexer(wide, wide.layers[4])
     for name in ("wq_b", "weights_proj"):
         setattr(part, name, getattr(indexer(4), name))
+    how = {"plan": wide.layers[4], "cfg": wide, "numerics": NUM}
     padded = jnp.asarray(np.pad(blocks, ((0, 0), (0, 0), (0, 9)), constant_values=-1))
-    by_mask, _ = jax.jit(lambda *a: part(*a, NUM))(*given, padded, span_of(start, T, 2))
+    by_mask, _ = jax.jit(lambda *a: part(*a, **how))(*given, padded, span_of(start, T, 2))
 
     np.testing.assert_array_equal(passed_on, blocks)
     for row in range(2):
@@ -309,7 +310,7 @@ def test_the_pool_restricts_the_layer_above_in_both_forms(start):
 def test_keys_that_no_query_sees_change_nothing(layer):
     x, q_r, keys = inputs(3)
     poisoned = keys.copy()
-    poisoned[:, (4 + T) // indexer(layer).plan.ratio :] = np.nan
+    poisoned[:, (4 + T) // CFG.layers[layer].ratio :] = np.nan
     blocks = jnp.asarray(np.broadcast_to(np.int32([0, 1, 2]), (2, T, 3))) if layer == 4 else None
     given = jnp.asarray(x), jnp.asarray(q_r)
     results = [compiled(layer)(*given, jnp.asarray(k), blocks, span_of(4, T, 2)) for k in (keys, poisoned)]
@@ -326,7 +327,8 @@ def test_heads_that_all_rectify_to_zero_select_the_lowest_positions():  # -0.0 s
 
 @pytest.mark.parametrize("name", ["float32", "cachequant", "reference"])
 def test_every_numerics_selects_as_many(name):  # a cache format that changes what is scored
-    num, part = numerics(name), indexer(3)
+    num, part = numerics_by_name(name), indexer(3)
     x, q_r, keys = (jnp.asarray(a, num.dtype) for a in inputs(5))
-    ids, _ = jax.jit(lambda *a: part(*a, num))(x, q_r, num.index(keys), None, span_of(0, T, 2))
+    how = {"plan": CFG.layers[3], "cfg": CFG, "numerics": num}
+    ids, _ = jax.jit(lambda *a: part(*a, **how))(x, q_r, num.index(keys), None, span_of(0, T, 2))
     assert (np.asarray(ids) >= 0).sum(axis=-1).tolist() == [[min(t + 1, 4) for t in range(T)]] * 2

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import BackendError, aot, bench, target
-from pallas_kernels.case import Case
+from pallas_kernels import BackendError, aot, target
+from pallas_kernels.bench.__main__ import main, others
+from pallas_kernels.bench.check import check, poison
+from pallas_kernels.bench.clock import L2_BYTES, Clock, calls_of, chain, floor_us, nbytes, rotating
+from pallas_kernels.bench.dump import command_buffers
+from pallas_kernels.bench.peers import time_peers
+from pallas_kernels.bench.table import line
+from pallas_kernels.case import Case, selected
 from pallas_kernels.mhc import cases
 
 TILES = {"sm_90": "H200", "sm_103": "B300"}
@@ -28,13 +34,13 @@ def on(kind: str):
 def test_the_abstract_device_decides_target_and_tile(kind, name, tile):
     with on(kind):
         assert target.target() == name
-        assert target.tile(TILES) == tile
+        assert target.choose_tile(TILES) == tile
         assert target.use_kernel("topk", "pallas") is True
 
 
 def test_without_a_gpu_the_first_tile_serves_interpret_mode():
     assert target.target() is None
-    assert target.tile(TILES) == "H200"
+    assert target.choose_tile(TILES) == "H200"
 
 
 def test_xla_is_always_allowed():
@@ -56,7 +62,7 @@ def test_a_device_that_cannot_run_the_kernel_is_refused_in_one_line(kind, words)
 def test_a_gpu_without_a_tile_and_a_jax_without_the_backend_are_refused(monkeypatch):
     with on("NVIDIA H200"):
         with pytest.raises(BackendError, match="no tile for NVIDIA H200; there are sm_103"):
-            target.tile({"sm_103": 1})
+            target.choose_tile({"sm_103": 1})
         monkeypatch.setitem(target.LOWERINGS, "triton", "jax.experimental.pallas.absent")
         with pytest.raises(BackendError, match=r"topk needs jax\.experimental\.pallas\.absent"):
             target.use_kernel("topk", "pallas")
@@ -76,15 +82,17 @@ def double(x, _):
     return x + x
 
 
-DOUBLE = Case("double", draw, double, double, wrong_rows, flops=32.0, nbytes=256.0)
+DOUBLE = Case(
+    name="double", inputs=draw, kernel=double, reference=double, problems=wrong_rows, flops=32.0, nbytes=256.0
+)
 RATES = {"copy_tb_s": 4.0, "matmul_tflop_s": 800.0}
 
 
 def test_a_chain_makes_every_call_on_the_next_inputs():
     sets = [draw(0), draw(1), draw(2)]
-    program = jax.jit(bench.chain(double, 5)).lower(sets)
+    program = jax.jit(chain(double, 5)).lower(sets)
     assert program.as_text().count("call @") == 5
-    empty, *outputs = jax.jit(bench.chain(double, 5))(sets)
+    empty, *outputs = jax.jit(chain(double, 5))(sets)
     assert empty == ()
     for i, out in enumerate(outputs):
         np.testing.assert_array_equal(out, 2 * np.asarray(sets[i % 3][0]))
@@ -92,30 +100,30 @@ def test_a_chain_makes_every_call_on_the_next_inputs():
 
 def test_a_check_finds_wrong_rows_and_runs_that_differ():
     inputs = draw(3)
-    assert bench.check(DOUBLE, inputs, repeats=2) == {"problems": [], "repeats_identical": True}
+    assert check(DOUBLE, inputs, repeats=2) == {"problems": [], "repeats_identical": True}
     broken = replace(DOUBLE, kernel=lambda x, _: (x + x).at[2].set(0))
-    assert bench.check(broken, inputs, repeats=1)["problems"] == ["row 2"]
+    assert check(broken, inputs, repeats=1)["problems"] == ["row 2"]
     count = iter(range(9))
 
     def drifting(x, _):
         shape = jax.ShapeDtypeStruct((), jnp.float32)
         return x + jax.pure_callback(lambda: np.float32(next(count)), shape)
 
-    assert bench.check(replace(DOUBLE, kernel=drifting), inputs, repeats=1)["repeats_identical"] is False
-    assert bench.check(replace(DOUBLE, repeatable=False), inputs) == {"problems": [], "repeats_identical": None}
+    assert check(replace(DOUBLE, kernel=drifting), inputs, repeats=1)["repeats_identical"] is False
+    assert check(replace(DOUBLE, repeatable=False), inputs) == {"problems": [], "repeats_identical": None}
 
 
 def test_poison_is_nan_or_all_ones():
     for dtype, bits in ((jnp.float32, None), (jnp.bfloat16, None), (jnp.int32, -1), (jnp.uint8, 255)):
-        poison = np.asarray(bench.poison(jax.ShapeDtypeStruct((3,), dtype)).astype(jnp.float32))
-        assert np.isnan(poison).all() if bits is None else (poison == bits).all()
+        value = np.asarray(poison(jax.ShapeDtypeStruct((3,), dtype)).astype(jnp.float32))
+        assert np.isnan(value).all() if bits is None else (value == bits).all()
 
 
 def test_inputs_rotate_past_the_cache_but_not_past_the_calls():
-    assert len(bench.rotating(draw(0), 8)) == 8  # tiny: as many copies as calls
+    assert len(rotating(draw(0), 8)) == 8  # tiny: as many copies as calls
     large = (jax.ShapeDtypeStruct((100 << 20,), jnp.uint8),)
-    assert bench.nbytes(large) == 100 << 20
-    assert -(-bench.L2_BYTES // bench.nbytes(large)) == 2
+    assert nbytes(large) == 100 << 20
+    assert -(-L2_BYTES // nbytes(large)) == 2
 
 
 @pytest.mark.parametrize(("microseconds", "programs"), [(3, 24), (40000, 2)])
@@ -126,8 +134,8 @@ def test_the_clock_divides_the_difference_of_two_queues_by_the_calls(microsecond
         longest.append(times)
         return 12e-3 + times * 5 * microseconds * 1e-6  # a copy, then programs of five calls
 
-    monkeypatch.setattr(bench.Clock, "queue", queue)
-    clock = bench.Clock.__new__(bench.Clock)
+    monkeypatch.setattr(Clock, "queue", queue)
+    clock = Clock.__new__(Clock)
     clock.repeats = 3
     timed = clock(lambda: None, 5)
     assert timed["us"] == pytest.approx(microseconds)
@@ -136,10 +144,10 @@ def test_the_clock_divides_the_difference_of_two_queues_by_the_calls(microsecond
 
 
 def test_the_floor_is_the_larger_of_bytes_and_operations():
-    assert bench.floor_us(replace(DOUBLE, nbytes=4e6, flops=0.0), RATES) == pytest.approx(1)
-    assert bench.floor_us(replace(DOUBLE, nbytes=4e6, flops=1.6e9), RATES) == pytest.approx(2)
-    assert bench.calls_of(DOUBLE, RATES) == 32
-    assert bench.calls_of(replace(DOUBLE, nbytes=4e9), RATES) == 5
+    assert floor_us(replace(DOUBLE, nbytes=4e6, flops=0.0), RATES) == pytest.approx(1)
+    assert floor_us(replace(DOUBLE, nbytes=4e6, flops=1.6e9), RATES) == pytest.approx(2)
+    assert calls_of(DOUBLE, RATES) == 32
+    assert calls_of(replace(DOUBLE, nbytes=4e9), RATES) == 5
 
 
 THUNKS = """000: kCommandBuffer [source | next=003]
@@ -152,7 +160,7 @@ THUNKS = """000: kCommandBuffer [source | next=003]
 def test_launches_are_counted_inside_and_outside_command_buffers(tmp_path):
     (tmp_path / "m.thunk_sequence_after_thunk_passes.txt").write_text(THUNKS)
     (tmp_path / "m.thunk_sequence.txt").write_text("001: kCustomKernel [source | sink] site_small\n")
-    assert bench.command_buffers(tmp_path) == {"inside": 2, "outside": 1}
+    assert command_buffers(tmp_path) == {"inside": 2, "outside": 1}
 
 
 def test_a_peer_is_found_by_the_name_of_the_op(tmp_path):
@@ -160,11 +168,11 @@ def test_a_peer_is_found_by_the_name_of_the_op(tmp_path):
         "def peers(case, inputs):\n"
         "    return {'slow': lambda n: sum(range(20000 * n))} if case.name == 'double' else {}\n"
     )
-    clock = bench.Clock.__new__(bench.Clock)
+    clock = Clock.__new__(Clock)
     clock.repeats = 3
-    timed = bench.time_peers([tmp_path], "twice", DOUBLE, draw(0), clock, 4)
+    timed = time_peers([tmp_path], "twice", DOUBLE, draw(0), clock, 4)
     assert timed["slow"]["us"] > 0
-    assert bench.time_peers([tmp_path], "other", DOUBLE, draw(0), clock, 4) == {}
+    assert time_peers([tmp_path], "other", DOUBLE, draw(0), clock, 4) == {}
 
 
 def result(**changes: object) -> dict:
@@ -181,7 +189,7 @@ def test_the_table_is_made_from_the_file_alone(tmp_path, capsys):
     failed = {"op": "topk", "case": "long", "flops": 0.0, "nbytes": 1.0, "problems": ["row 3 differs"]}
     report = {"device": "H200", "jax": "0", "date": "2026-11-29", "results": [result(), failed]}
     (tmp_path / "r.json").write_text(json.dumps(report))
-    assert bench.main(["--table", str(tmp_path / "r.json")]) == 0
+    assert main(["--table", str(tmp_path / "r.json")]) == 0
     head, *_, row, last = capsys.readouterr().out.strip().splitlines()
     assert head == "H200, JAX 0, 2026-11-29; copy 4.00 TB/s, bf16 matmul 800 TFLOP/s."
     against = "reference 4.00 x, torch.compile 2.00 x"
@@ -191,11 +199,11 @@ def test_the_table_is_made_from_the_file_alone(tmp_path, capsys):
 
 def test_a_word_that_names_no_case_is_refused():
     with pytest.raises(SystemExit, match="'hmc' is not one of"):
-        list(bench.selected(["hmc"]))
+        list(selected(["hmc"]))
 
 
 def test_small_cases_are_the_ones_that_the_tests_run():
-    assert [case.name for _, case in bench.selected(["mhc"], "SMALL")] == [case.name for case in cases.SMALL]
+    assert [case.name for _, case in selected(["mhc"], "SMALL")] == [case.name for case in cases.SMALL]
 
 
 def test_a_second_run_keeps_the_other_cases_of_the_same_day_only(tmp_path):
@@ -203,13 +211,13 @@ def test_a_second_run_keeps_the_other_cases_of_the_same_day_only(tmp_path):
     left = [result(), result(case="other")]
     (tmp_path / "r.json").write_text(json.dumps(here | {"results": left}))
     again = [("mhc", replace(DOUBLE, name="site"))]
-    assert [kept["case"] for kept in bench.others(tmp_path / "r.json", here, again)] == ["other"]
-    assert bench.others(tmp_path / "r.json", here | {"date": "2026-11-30"}, again) == []
-    assert bench.others(tmp_path / "absent.json", here, again) == []
+    assert [kept["case"] for kept in others(tmp_path / "r.json", here, again)] == ["other"]
+    assert others(tmp_path / "r.json", here | {"date": "2026-11-30"}, again) == []
+    assert others(tmp_path / "absent.json", here, again) == []
 
 
 def test_the_console_line_says_what_is_wrong():
-    assert bench.line(result(problems=["row 1: 3"], repeats_identical=False)).endswith("row 1: 3, repeated runs differ")
+    assert line(result(problems=["row 1: 3"], repeats_identical=False)).endswith("row 1: 3, repeated runs differ")
 
 
 PTXAS = """ptxas info    : Compiling entry function 'site' for 'sm_90a'

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from dsv41_jax.nn.linear import QuantizedLinear, product
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels import BackendError
 from pallas_kernels.block_linear import block_diagonal, block_linear, cases, kernel
 from pallas_kernels.formats import cast, dequantize_fp8
-from pallas_kernels.grouped_matmul import fragments
+from pallas_kernels.hopper import fragments
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
@@ -29,9 +29,9 @@ def test_kernel_agrees_with_float64_at_model_shapes(case):
 
 @pytest.mark.parametrize("name", ["float32", "reference"])
 def test_the_models_layer_is_one_product_with_the_dequantized_matrix(name):
-    num = numerics(name)
+    num = numerics_by_name(name)
     layer = QuantizedLinear(96, 64, ("out", "in"))
-    _, weight, scale = cases._case("ragged", 3, 64, 96).inputs(2)
+    _, weight, scale = cases.case("ragged", tokens=3, columns=64, rows=96).inputs(2)
     layer.weight[...], layer.scale[...] = weight, jax.lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
     x = jax.random.normal(jax.random.key(0), (2, 3, 64), num.dtype)
     expected = cast(product(num.activation(x), dequantize_fp8(weight, scale, num.dtype)), num.dtype)
@@ -39,7 +39,7 @@ def test_the_models_layer_is_one_product_with_the_dequantized_matrix(name):
 
 
 def test_row_blocks_are_layers_of_their_own():
-    x, weight, scale = cases._case("blocks", 3, 64, 96, groups=2).inputs(3)
+    x, weight, scale = cases.case("blocks", tokens=3, columns=64, rows=96, groups=2).inputs(3)
     expected = [block_linear(x[:, g], weight[96 * g :][:96], scale[3 * g :][:3]) for g in range(2)]
     np.testing.assert_array_equal(np.asarray(block_diagonal(x, weight, scale)), np.stack(expected, axis=1))
 

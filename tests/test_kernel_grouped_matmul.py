@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BackendError
+from pallas_kernels import BackendError, oracle64, ptx
 from pallas_kernels.formats import E2M1_VALUES
-from pallas_kernels.grouped_matmul import cases, experts, fragments, kernel
-from pallas_kernels.grouped_matmul import groups as groups_module
+from pallas_kernels.grouped_matmul import cases, experts, groups, kernel
+from pallas_kernels.hopper import fragments
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
@@ -28,7 +28,7 @@ def test_kernel_error_is_the_references_own_rounding():
     assert not case.problems(inputs, outputs[1])
     for t in range(int(tiles[0])):
         rows = slice(start[t], start[t] + live[t])
-        exact = x[rows].astype(np.float64)[:, columns] @ cases._dense(codes[expert[t]], scales[expert[t]]).T
+        exact = x[rows].astype(np.float64)[:, columns] @ oracle64.mxfp4(codes[expert[t]], scales[expert[t]]).T
         kernels, references = (np.linalg.norm(out[rows].astype(np.float64) - exact) for out in outputs)
         assert kernels <= 1.5 * references
 
@@ -80,7 +80,7 @@ def test_instructions_decode_every_e2m1_code():
     for byte in range(256):
         word = byte | (byte ^ 0x5A) << 8 | (255 - byte) << 16 | (byte * 7 & 255) << 24
         scale = int(np.array(2.0 ** (126 - 32 - 5), jnp.bfloat16).view(np.uint16))
-        got = pairs(execute(fragments._FP4_TO_BF16, {"$4": word, "$5": scale * 0x10001}), 4)
+        got = pairs(execute(ptx.E2M1_WORD, {"$4": word, "$5": scale * 0x10001}), 4)
         value = E2M1_VALUES[[word >> 4 * i & 15 for i in range(8)]] * 2.0 ** -(5 + 32)
         np.testing.assert_array_equal(got, np.stack([value[:4], value[4:]], axis=-1))
 
@@ -91,7 +91,7 @@ def test_instructions_decode_every_e4m3_code():
             continue  # NaN is not kept
         word = byte | 0x3A << 8 | byte << 16 | byte << 24
         scale = int(np.array(2.0 ** (120 - 32 + 3), jnp.bfloat16).view(np.uint16))
-        got = pairs(execute(fragments._FP8_TO_BF16, {"$2": word, "$3": scale * 0x10001}), 2)
+        got = pairs(execute(ptx.E4M3_WORD, {"$2": word, "$3": scale * 0x10001}), 2)
         value = np.array([word], np.uint32).view(jnp.float8_e4m3fn).astype(np.float64) * 2.0 ** (3 - 32)
         np.testing.assert_array_equal(got, np.stack([value[:2], value[2:]], axis=-1))
 
@@ -101,7 +101,7 @@ def test_fragments_are_the_weights_in_the_order_of_permute():
     codes = rng.integers(0, 256, (64, 128), np.uint8)
     scales = rng.integers(60, 160, (64, 8), np.uint8)
     words = fragments.FP4.scales(jnp.asarray(scales), 2, interpret=True)
-    dense = np.asarray(fragments.FP4.permute(jnp.asarray(cases._dense(codes, scales), jnp.float32)))
+    dense = np.asarray(fragments.FP4.permute(jnp.asarray(oracle64.mxfp4(codes, scales), jnp.float32)))
     for chunk in range(2):
         read = fragments.FP4.read(jnp.asarray(codes), chunk, interpret=True)
         got = [fragments.FP4.fragment(read, words, chunk, half, interpret=True) for half in range(2)]
@@ -117,21 +117,21 @@ def test_permute_moves_columns_inside_chunks_only(form):
 
 @pytest.mark.parametrize(("tokens", "idle", "compared"), [(1, 0, 4096), (3, 6, 4096), (40, 5, 4096), (40, 5, 0)])
 def test_groups_cover_every_row_once(tokens, idle, compared, monkeypatch):
-    monkeypatch.setattr(groups_module, "COMPARED", compared)
+    monkeypatch.setattr(groups, "COMPARED", compared)
     rng = np.random.default_rng(tokens)
     ids = np.stack([np.sort(rng.permutation(8 - idle)[:2]) for _ in range(tokens)]).astype(np.int32)
-    groups = jax.device_get(groups_module.group(jnp.asarray(ids), 8, 16))
-    plan = groups.plan
-    places = groups.place.reshape(-1)
+    found = jax.device_get(groups.group(jnp.asarray(ids), 8, 16))
+    plan = found.plan
+    places = found.place.reshape(-1)
     assert len(set(places.tolist())) == len(places)
-    np.testing.assert_array_equal(groups.slot[places], np.arange(ids.size))
+    np.testing.assert_array_equal(found.slot[places], np.arange(ids.size))
     walked = []
     for t in range(int(plan.tiles[0])):
         rows = plan.start[t] + np.arange(plan.live[t])
         assert plan.start[t] % 8 == 0
         assert 0 < plan.live[t] <= 16
-        assert plan.start[t] + 16 <= len(groups.slot)
-        assert (ids.reshape(-1)[groups.slot[rows]] == plan.expert[t]).all()
+        assert plan.start[t] + 16 <= len(found.slot)
+        assert (ids.reshape(-1)[found.slot[rows]] == plan.expert[t]).all()
         walked += rows.tolist()
     assert sorted(walked) == sorted(places.tolist())
 

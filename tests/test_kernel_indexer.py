@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import BackendError
-from pallas_kernels.indexer import cases, index_scores, kernel, reference, rows, select
+from pallas_kernels import BackendError, oracle64
+from pallas_kernels.indexer import cases, decode, index_scores, kernel, reference, select
 from pallas_kernels.topk.cases import best
 
 
 def one(seed: int, pool: int = 0) -> tuple:
     """Three queries and 200 entries."""
-    return cases.inputs(seed, 1, 3, 200, True, pool)
+    return cases.inputs(seed, cases.Shape(tokens=3, entries=200, pool=pool))
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
@@ -37,7 +37,7 @@ def test_reference_is_within_the_bounds_which_meet_for_nearly_all_fp4_keys():
     rough = jax.random.normal(jax.random.key(0), (1, 200, 128), jnp.bfloat16)
     for row, least in ((keys, 0.95), (rough, 0.5)):
         query = [np.asarray(x[0, 0]).astype(np.float64) for x in (q, weights)]
-        low, high = cases.bounds(query[0], cases.values(row)[0], query[1])
+        low, high = cases.bounds(query[0], oracle64.cached_rows(np.asarray(row), 128)[0], query[1])
         scores = np.asarray(index_scores(q, reference.unpack(row)[:, None], weights))[0, 0]
         assert ((low <= scores) & (scores <= high)).all()
         assert np.mean(low == high) > least
@@ -56,8 +56,8 @@ def test_every_byte_of_codes_and_every_common_scale_is_unpacked_exactly():
     codes = np.arange(256, dtype=np.uint8).reshape(4, 64)
     for scale in (67, 126, 127, 128, 190):
         row = np.concatenate([codes, np.full((4, 4), scale, np.uint8)], 1)
-        even, odd = rows.unpack(jnp.asarray(codes), jnp.asarray(row[:, 64:]), True)
-        exact = cases.values(row) * 2.0**-rows.EXPONENT
+        even, odd = decode.unpack(jnp.asarray(codes), jnp.asarray(row[:, 64:]), True)
+        exact = oracle64.cached_rows(row, 128) * 2.0**-decode.EXPONENT
         np.testing.assert_array_equal(np.asarray(even).astype(np.float64), exact[:, 0::2])
         np.testing.assert_array_equal(np.asarray(odd).astype(np.float64), exact[:, 1::2])
 
@@ -94,12 +94,12 @@ def test_what_no_kernel_takes_is_refused_in_one_line():
     with pytest.raises(BackendError, match="blocks of 4"):
         kernel.select(q, keys, weights, visible, count=4, size=4, tile=cases.TINY)
     with pytest.raises(BackendError, match="pools of 24 entries are not in multiples of 128"):
-        rows.score(q, keys, weights, visible, jnp.zeros((1, 3, 3), jnp.int32), interpret=True)
+        decode.score(q, keys, weights, visible, jnp.zeros((1, 3, 3), jnp.int32), interpret=True)
 
 
 @pytest.mark.parametrize("blocks", [6, 16, 48])  # a part of a tile, one tile, three: no whole span
 def test_pools_of_any_length_select_as_the_reference(blocks):
-    given = cases.inputs(blocks, 2, 2, 500, True, blocks)
+    given = cases.inputs(blocks, cases.Shape(batch=2, tokens=2, entries=500, pool=blocks))
     want = reference.select(*given, count=40)
     found = kernel.select(*given, count=40, tile=cases.TINY, interpret=True)
     np.testing.assert_array_equal(found[0], want[0])

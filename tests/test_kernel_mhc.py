@@ -12,6 +12,7 @@ from dsv41_jax.nn.norm import rmsnorm
 from pallas_kernels import BackendError, mhc
 from pallas_kernels.formats import cast
 from pallas_kernels.mhc import cases, kernel, reference, stream
+from pallas_kernels.mhc.mixes import Sizes
 
 BY_NAME = {case.name: case for case in cases.SMALL}
 EVERY = pytest.mark.parametrize("name", list(BY_NAME))
@@ -52,14 +53,14 @@ def test_site_is_the_functions_that_the_model_calls_in_turn(dtype):
     jax.tree.map(np.testing.assert_array_equal, mhc.site(*given, **cases.SIZES), expected)
 
 
-def test_prepared_fn_keeps_sixteen_bits():
+def test_split_fn_keeps_sixteen_bits():
     fn = jax.random.normal(jax.random.key(0), (24, 96))
-    prepared = mhc.prepare(fn)
-    assert prepared.shape == (48, 96)
-    halves = np.asarray(prepared, np.float64)
-    np.testing.assert_array_equal(mhc.whole(prepared), halves[:24] + halves[24:])
+    split = mhc.split_fn(fn)
+    assert split.shape == (48, 96)
+    halves = np.asarray(split, np.float64)
+    np.testing.assert_array_equal(mhc.join_fn(split), halves[:24] + halves[24:])
     assert (np.abs(halves[:24] + halves[24:] - np.asarray(fn, np.float64)) <= 2.0**-17 * np.abs(fn)).all()
-    assert mhc.whole(fn) is fn
+    assert mhc.join_fn(fn) is fn
 
 
 def test_gradient_of_the_kernel_equals_a_finite_difference_in_float64():
@@ -67,7 +68,7 @@ def test_gradient_of_the_kernel_equals_a_finite_difference_in_float64():
     rng = np.random.default_rng(0)
     given = (jnp.asarray(rng.standard_normal(given[0].shape), jnp.bfloat16), given[1] + 1, *given[2:9])
     run = mhc._recomputed(partial(kernel.site, interpret=True, tile=cases.TINY), reference.site)
-    outputs, backward = jax.vjp(partial(run, (20, 1e-20, 1e-6)), *given)
+    outputs, backward = jax.vjp(partial(run, Sizes(**cases.SIZES)), *given)
     weights = [rng.standard_normal(out.shape) for out in outputs]
     gradients = backward(tuple(jnp.asarray(w, out.dtype) for w, out in zip(weights, outputs, strict=True)))
     start = [np.asarray(a, np.float64) for a in given]
@@ -112,9 +113,9 @@ def test_without_a_gpu_the_kernel_is_refused():
 
 def test_the_model_tiles_cover_every_call_and_the_models_width():
     for tiles in (kernel.H200, kernel.B300):
-        assert [t.most for t in tiles] == sorted(t.most for t in tiles)
+        assert [t.limit for t in tiles] == sorted(t.limit for t in tiles)
         assert isinstance(tiles[-1], kernel.Tile)
-        assert tiles[-1].most >= 1 << 30
+        assert tiles[-1].limit >= 1 << 30
         assert all(5120 % t.step == 0 for t in tiles)
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from dsv41_jax import numerics as quant
+from dsv41_jax import numerics
 from dsv41_jax.nn.norm import rmsnorm
 from dsv41_jax.nn.rope import rotate
-from pallas_kernels import BackendError, pack
+from pallas_kernels import BackendError, oracle64, pack
 from pallas_kernels.pack import cases, kernel
 
 BY_NAME = {case.name: case for case in cases.SMALL}
 EVERY = pytest.mark.parametrize("name", list(BY_NAME))
-MODEL = {"fp8": quant.pack_fp8, "nvfp4": quant.pack_nvfp4, "mxfp4": quant.pack_mxfp4}
+MODEL = {"fp8": numerics.pack_fp8, "nvfp4": numerics.pack_nvfp4, "mxfp4": numerics.pack_mxfp4}
 LAYOUTS = pytest.mark.parametrize("layout", list(MODEL))
 
 
@@ -80,7 +80,7 @@ def test_without_norm_and_rotation_rows_equal_the_models_packers_bit_for_bit(lay
 
 @LAYOUTS
 def test_reference_is_the_models_norm_rotation_and_packer_in_turn(layout):
-    _, x, positions, _, freqs, norm = cases.inputs(28, 2, 7, 128, layout, 9)
+    _, x, positions, _, freqs, norm = cases.inputs(28, batch=2, tokens=7, channels=128, layout=layout, slots=9)
     normed = rmsnorm(x, norm, eps=1e-20, dtype=x.dtype)
     expected = MODEL[layout](rotate(normed, positions, np.asarray(freqs)))
     ours = pack.pack(x, positions, freqs, norm, eps=1e-20, layout=layout)
@@ -88,7 +88,7 @@ def test_reference_is_the_models_norm_rotation_and_packer_in_turn(layout):
 
 
 def test_e4m3_of_a_sixth_is_correct_at_every_tie_and_beside_it():
-    grid = cases.E4M3[:127]
+    grid = oracle64.E4M3[:127]
     ties = 3 * (grid[1:] + grid[:-1])
     amax = np.concatenate([ties, np.nextafter(ties.astype(np.float32), 0), np.nextafter(ties.astype(np.float32), 9e9)])
     amax = np.maximum(np.concatenate([amax, [2700, 1e30]]), 6 * 2.0**-9).astype(np.float32)
@@ -127,7 +127,7 @@ def test_a_store_that_is_not_donated_keeps_its_rows():
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused_in_one_line(change, words):
-    _, x, positions, _, freqs, norm = cases.inputs(30, 1, 2, 128, "nvfp4", 3)
+    _, x, positions, _, freqs, norm = cases.inputs(30, batch=1, tokens=2, channels=128, layout="nvfp4", slots=3)
     x, norm = x.astype(change.get("x", x.dtype)), norm.astype(change.get("norm", norm.dtype))
     h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with use_abstract_mesh(h200), pytest.raises(BackendError, match=f"^backend 'pallas': .*{words}"):
@@ -144,7 +144,7 @@ def test_a_store_between_two_and_four_gib_is_refused():
 
 
 def test_unknown_layouts_and_wrong_stores_are_named():
-    store, x, positions, slots, freqs, norm = cases.inputs(31, 1, 2, 128, "mxfp4", 3)
+    store, x, positions, slots, freqs, norm = cases.inputs(31, batch=1, tokens=2, channels=128, layout="mxfp4", slots=3)
     with pytest.raises(ValueError, match="layout: 'int8' is not one of fp8, nvfp4, mxfp4"):
         pack.pack(x, positions, freqs, norm, eps=1e-20, layout="int8")
     with pytest.raises(ValueError, match="store: rows of 68 bytes, fp8 of 128 channels has 132"):

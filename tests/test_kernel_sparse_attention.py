@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from ptx import Machine
 
-from dsv41_jax import numerics as quant
-from pallas_kernels import BackendError
-from pallas_kernels.sparse_attention import cases, forward, kernel, rows, sparse_attention, triton
+from dsv41_jax import numerics
+from pallas_kernels import BackendError, oracle64
+from pallas_kernels.sparse_attention import cases, forward, kernel, row_ptx, sparse_attention, triton
 
 SMALL = {case.name: case for case in cases.SMALL}
-STORED = {"bf16": quant.unpack_bf16, "fp8": quant.unpack_fp8, "nvfp4": quant.unpack_nvfp4}
+STORED = {"bf16": numerics.unpack_bf16, "fp8": numerics.unpack_fp8, "nvfp4": numerics.unpack_nvfp4}
 TILES = {
     "whole queries, one program": replace(forward.H200, programs=1),
     "whole queries, two programs": replace(forward.H200, programs=2),
@@ -65,13 +65,13 @@ def test_ptx_leaves_the_unpacked_rows_in_swizzled_tiles(name, half):
     rng = np.random.default_rng(half)
     count, first, tile, ids_at, table_at = 40, 7, 1024, 40960, 48
     packed = random_rows(rng, name, count + first)
-    unpacked = (cases.values64(packed, 512) * 2.0 ** -rows.Format(name).down).astype(ml_dtypes.bfloat16)
+    unpacked = (oracle64.cached_rows(packed, 512) * 2.0 ** -row_ptx.Format(name).down).astype(ml_dtypes.bfloat16)
     ids = rng.integers(-1, count + 3, 64).astype(np.int32)  # above the table: clamped to its last row
     ids[:4] = (-1, 0, count - 1, 10 * count)
     shared = np.full(1 << 16, 0xAB, np.uint8)
     shared[ids_at : ids_at + 256] = ids.view(np.uint8)
     memory = np.concatenate([np.zeros(table_at, np.uint8), packed.reshape(-1)])
-    fmt, operands = rows.Format(name), [table_at, ids_at, first, half]
+    fmt, operands = row_ptx.Format(name), [table_at, ids_at, first, half]
     if fmt.words:  # read into registers first
         reading = Machine([0] * fmt.words + operands, memory, shared)
         reading.run(fmt.load_ptx(count))
@@ -105,7 +105,7 @@ class Lanes(Machine):
             at = self.address(args[0])
             words = [self.value(word.strip()) for word in args[1].strip("{}").split(",")]
             for i in range(16):
-                self.memory[at + i] = (words[i // 4] >> np.uint64(8 * (i % 4)) & np.uint64(255)).astype(np.uint8)
+                self.engram[at + i] = (words[i // 4] >> np.uint64(8 * (i % 4)) & np.uint64(255)).astype(np.uint8)
         else:
             super().step(op, args, on)
 
@@ -120,7 +120,7 @@ def test_ptx_writes_an_accumulator_where_it_belongs():
             pair = value[row, at] | value[row, at + 1].astype(np.uint64) << np.uint64(16)
             lanes.registers[f"${2 + 2 * block + half}"] = pair.astype(np.uint64)
     lanes.run(forward.store_ptx(1024, part))
-    got = lanes.memory[base : base + 64 * 1024].view(np.uint16).reshape(64, 512)
+    got = lanes.engram[base : base + 64 * 1024].view(np.uint16).reshape(64, 512)
     np.testing.assert_array_equal(got[:, column : column + part], value)
     assert (got[:, :column] == 0xABAB).all() and (got[:, column + part :] == 0xABAB).all()
 
@@ -140,7 +140,7 @@ def random_rows(rng: np.random.Generator, name: str, count: int) -> np.ndarray:
 def test_cases_read_rows_as_the_model_does(name):
     packed = random_rows(np.random.default_rng(2), name, 5)
     model = np.asarray(STORED[name](jnp.asarray(packed), jnp.float32)).astype(np.float64)
-    np.testing.assert_array_equal(cases.values64(packed, 512), model)
+    np.testing.assert_array_equal(oracle64.cached_rows(packed, 512), model)
     if name != "bf16":
         ours = {"fp8": cases.unpack_fp8, "nvfp4": cases.unpack_nvfp4}[name](jnp.asarray(packed), jnp.float32)
         np.testing.assert_array_equal(ours, model)
@@ -165,7 +165,7 @@ def test_gradients_are_as_near_to_float64_as_the_references():
 def test_rows_and_queries_that_the_kernel_does_not_take_are_refused():
     q = jnp.zeros((1, 1, 64, 512), jnp.bfloat16)
     with pytest.raises(BackendError, match=r"no row of uint8\[272\]"):
-        rows.row_format(jnp.zeros((1, 4, 272), jnp.uint8), 512)
+        row_ptx.row_format(jnp.zeros((1, 4, 272), jnp.uint8), 512)
     ids = jnp.zeros((1, 1, 4), jnp.int32)
     with pytest.raises(BackendError, match="needs a GPU"):
         sparse_attention(q, q[:, :, 0], ids, q[:, :, 0], ids, jnp.zeros(64), scale=0.1, backend="pallas")

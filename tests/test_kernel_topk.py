@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import BackendError
-from pallas_kernels.topk import cases, kernel, merge, start, topk
+from pallas_kernels.topk import cases, kernel, merge, selection, start, topk
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name)
@@ -49,7 +49,7 @@ def test_the_chunk_of_the_newest_entry_is_chosen_whatever_its_maximum():
     row = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     row[41] = -9  # the newest of 334 entries
     levels, length = (jnp.asarray(row)[None],), jnp.array([334], jnp.int32)
-    found = kernel.refine(levels, length, count=4, first=1, newest=True, tile=cases.TINY, interpret=True)
+    found = selection.refine(levels, length, count=4, first=1, newest=True, tile=cases.TINY, interpret=True)
     row[41], row[42:] = np.inf, -np.inf
     assert found[0].tolist() == cases.best(row, 4).tolist()
 

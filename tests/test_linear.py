@@ -11,10 +11,10 @@ from conftest import random_model, small_config
 from flax import nnx
 
 from dsv41_jax.nn import attention as attention_module
-from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache
 from dsv41_jax.nn.linear import Linear, QuantizedLinear, parameter, product, product_f32
-from dsv41_jax.numerics import numerics, round_fp8
+from dsv41_jax.numerics import numerics_by_name, round_fp8
 from pallas_kernels import mhc
 from pallas_kernels.formats import cast, dequantize_fp4, dequantize_fp8
 from pallas_kernels.indexer import index_scores
@@ -48,7 +48,7 @@ def test_fp8_product_equals_the_released_gemm(units):
             units["gemm/w_fp8_dequant"],
         )
     x = jnp.asarray(units["gemm/x"]).astype(jnp.bfloat16)
-    assert_within_one_bf16_step(jax.jit(lambda x: layer(x, numerics("reference")))(x), units["gemm/fp8_out"])
+    assert_within_one_bf16_step(jax.jit(lambda x: layer(x, numerics_by_name("reference")))(x), units["gemm/fp8_out"])
 
 
 def test_fp4_product_equals_the_released_gemm(units):
@@ -65,14 +65,14 @@ def test_float32_numerics_do_not_round_the_activations():
     layer.weight[...] = jnp.eye(32).astype(jnp.float8_e4m3fn)
     layer.scale[...] = jnp.full((1, 1), 128, jnp.uint8).view(jnp.float8_e8m0fnu)
     x = rows(3, 32)
-    assert np.array_equal(layer(x, numerics("float32")), 2 * x)
+    assert np.array_equal(layer(x, numerics_by_name("float32")), 2 * x)
 
 
 def test_bias_is_added_before_the_only_rounding():
     layer = Linear(1, 2, AXES, bias=True)
     layer.weight[...] = jnp.array([[1, 2.0**-9]], jnp.bfloat16)
     layer.bias[...] = jnp.array([2.0**-8], jnp.bfloat16)
-    y = layer(jnp.ones((1, 2), jnp.bfloat16), numerics("reference"))
+    y = layer(jnp.ones((1, 2), jnp.bfloat16), numerics_by_name("reference"))
     assert y.dtype == jnp.bfloat16
     assert y.tolist() == [[1.0078125]]  # 1 + 3 * 2**-9; 1 + 2**-9 rounded first would lose both
 
@@ -139,11 +139,12 @@ def test_sensitive_parameters_are_float32_in_the_bf16_model(tiny_reference):  # 
 
 
 def test_query_heads_are_not_normalized_after_the_up_projection(monkeypatch):  # V4 had a norm for each head
-    cfg, num = small_config(), numerics("float32")
+    cfg, num = small_config(), numerics_by_name("float32")
     layers = [random_model(cfg).params.layers[0].attn for _ in range(2)]
     scale = layers[1].wq_b.scale[...]
     layers[1].wq_b.scale[...] = scale.view(jnp.uint8).at[0].add(2).view(scale.dtype)  # rows 0..31 are head 0: times 4
     span, cache = Span.after(jnp.zeros(1, jnp.int32), jnp.full(1, 5, jnp.int32), 5), init_cache(cfg, 1, 8, num)
+    how = {"plan": cfg.layers[0], "cfg": cfg, "numerics": num}
 
     @jax.jit
     def queries(x):
@@ -155,7 +156,7 @@ def test_query_heads_are_not_normalized_after_the_up_projection(monkeypatch):  #
 
         monkeypatch.setattr(attention_module, "sparse_attention", capture)
         for layer in layers:
-            layer(x, Published(), cache.layers[0], span, num)
+            layer(x, Shared(), cache.layers[0], span, **how)
         return seen
 
     before, after = map(np.asarray, queries(rows(1, 5, 32)))

@@ -9,8 +9,8 @@ from flax import nnx
 
 from dsv41_jax.config import Config
 from dsv41_jax.nn.cache import init_cache
-from dsv41_jax.nn.transformer import abstract_parameters, forward
-from dsv41_jax.numerics import numerics
+from dsv41_jax.nn.transformer import Call, abstract_parameters
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels import mhc
 from pallas_kernels.mhc import reference
 from pallas_kernels.mhc.reference import sinkhorn, split_coefficients
@@ -143,7 +143,7 @@ def test_each_sublayer_reads_the_mix_of_the_site_before_and_the_head_the_last(mo
         num_hidden_layers=2, compress_ratios=[0, 0], kv_source_layer_ids=[], index_source_layer_ids=[],
         candidate_source_layer_id=None, engram_layer_ids=[], engram_num_embeddings=[],
     )  # fmt: skip
-    params, num = random_model(cfg).params, numerics("float32")
+    params, num = random_model(cfg).params, numerics_by_name("float32")
     expected = [np.array([1.0, 0, 0, 0])]
     for layer in params.layers:
         for name in ("attn", "ffn"):
@@ -160,7 +160,7 @@ def test_each_sublayer_reads_the_mix_of_the_site_before_and_the_head_the_last(mo
             return collapse(x, pre)
 
         monkeypatch.setattr(reference, "collapse", record)
-        forward(params, tokens, init_cache(cfg, 1, 8, num), cfg, num=num)
+        params(Call(tokens, np.full(1, 3, np.int32)), init_cache(cfg, 1, 8, num), cfg=cfg, numerics=num)
         return seen
 
     seen = jax.jit(run)(jnp.array([[3, 4, 5]], jnp.int32))
@@ -177,13 +177,26 @@ def test_the_model_has_no_parameters_of_a_head_collapse():  # V4's hc_head weigh
     }
 
 
-def test_blocks_take_iterations_and_epsilons_from_the_config():  # defaults of a helper instead of the config's
+def test_blocks_take_iterations_and_epsilons_from_the_config(monkeypatch):  # a helper's defaults, not the config's
     cfg = small_config(hc_sinkhorn_iters=2, hc_eps=1e-3, rms_norm_eps=1e-6)
     block = random_model(cfg).params.layers[0]
     x, fn, scale, base = site(5, cfg.hidden_size)
     x *= np.float32(1e-3)
-    block.hc_ffn_fn[...], block.hc_ffn_scale[...], block.hc_ffn_base[...] = (jnp.asarray(a) for a in (fn, scale, base))
-    ours = mhc.coefficients(jnp.asarray(x)[None], **block.hyper("ffn", numerics("float32")))
+    for name in ("attn", "ffn"):
+        for part, value in (("fn", fn), ("scale", scale), ("base", base)):
+            getattr(block, f"hc_{name}_{part}")[...] = jnp.asarray(value)
+    seen, run = [], mhc.site
+
+    def record(*args, **sizes):
+        seen.append(run(*args, **sizes))
+        return seen[-1]
+
+    monkeypatch.setattr(mhc, "site", record)
+    streams, how = jnp.asarray(x)[None], {"cfg": cfg, "numerics": numerics_by_name("float32")}
+    ours = block.attention_site(streams, **how)
+    kept = ours._replace(post=jnp.zeros((1, 6, 4)), comb=jnp.broadcast_to(jnp.eye(4), (1, 6, 4, 4)))  # X as it is
+    block.finish(streams, jnp.zeros((1, 6, cfg.hidden_size)), kept, None, plan=cfg.layers[0], **how)
     expected = exact_coefficients(x, fn, scale, base, iterations=2, eps=1e-6, hc_eps=1e-3)
-    for value, wanted in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(value[0], wanted, rtol=1e-5)
+    for found in (ours, seen[0][2:]):
+        for value, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value[0], wanted, rtol=1e-5)

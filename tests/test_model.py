@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDEN, random_model, small_config
+from conftest import GOLDEN, altered, random_model, small_config
 from flax import nnx
 
 from dsv41_jax import Model
 from dsv41_jax.engine.ngrams import Layout
-from dsv41_jax.engine.tables import Memory, Table
-from dsv41_jax.nn.attention import Published
+from dsv41_jax.engine.tables import EngramLookup, Table
+from dsv41_jax.nn.attention import Shared
+from dsv41_jax.nn.block import Streams
 from dsv41_jax.nn.cache import Span
-from dsv41_jax.nn.transformer import forward
+from dsv41_jax.nn.transformer import Call
 
 CAPACITY, T = 48, 24
 BLOCK_TAPS = ("out", "pre_mix", "attn_in", "attn_out", "ffn_out", "moe_experts", "moe_weights")
@@ -52,16 +53,16 @@ def stepped(model, tokens, cuts=None, capacity=CAPACITY):
     """Logits of all tokens in calls that end at `cuts` (default: after every token), and the cache."""
     cache, pieces, first = model.init_cache(len(tokens), capacity), [], 0
     for end in cuts or range(1, tokens.shape[1] + 1):
-        logits, cache = model.step(tokens[:, first:end], cache)
+        logits, cache, _ = model.step(tokens[:, first:end], cache)
         pieces.append(np.asarray(logits))
         first = end
     return np.concatenate(pieces, axis=1), cache
 
 
 def test_golden_prefill_logits(golden):
-    model, given, released, (logits, _) = golden
+    model, given, released, (logits, *_) = golden
     np.testing.assert_allclose(logits, released["b/prefill_logits"], atol=1e-4)
-    again, _ = model(np.tile(given["a_ids"], (2, 1)), taps=all_taps(model))
+    again, _, _ = model(np.tile(given["a_ids"], (2, 1)), taps=all_taps(model))
     np.testing.assert_allclose(again, np.tile(released["a/prefill_logits"], (2, 1, 1)), atol=1e-4)
 
 
@@ -74,7 +75,7 @@ def test_golden_decode_logits(golden, case):  # unfinished groups score their ow
 
 
 def test_golden_taps(golden):
-    model, _, released, (_, seen) = golden
+    model, _, released, (_, _, seen) = golden
     compared = 0
     for name, expected in released.items():
         case, _, tap = name.partition("/")
@@ -91,13 +92,13 @@ def test_golden_taps(golden):
             np.testing.assert_allclose(got, expected, atol=1e-4)
         compared += 1
     assert compared >= 3 * model.config.num_hidden_layers + len(model.config.index_source_layer_ids)
-    if model.memory is not None:
+    if model.engram is not None:
         hashes = np.stack([seen[f"layers.{layer}.engram_hash_ids"] for layer in (1, 4)], axis=2)
         np.testing.assert_array_equal(hashes, released["b/engram_hash_ids"])
 
 
 def test_golden_candidates(golden):
-    model, _, released, (_, seen) = golden
+    model, _, released, (_, _, seen) = golden
     source, size = model.config.candidate_source_layer_id, model.config.candidate_block_size
     kept, visible = released[f"b/layers.{source}.candidates"], np.arange(37) <= np.arange(37)[:, None]
     blocks = np.asarray(seen[f"layers.{source}.candidate_blocks"])
@@ -124,7 +125,7 @@ def test_golden_caches(golden):
 
 
 def test_tap_names_and_shapes(golden):
-    model, *_, (_, seen) = golden
+    model, *_, (_, _, seen) = golden
     assert set(seen) == set(all_taps(model))
     for name, value in seen.items():
         layer, last = name.split(".")[1:] if name.startswith("layers.") else (None, name)
@@ -137,11 +138,9 @@ def test_tap_names_and_shapes(golden):
 
 def mutated(tiny, change):
     """The bundled model with another Engram memory; it shares the compiled step."""
-    model = copy.copy(tiny)
-    memory = tiny.memory
-    model.memory = copy.copy(memory)
-    change(model.memory, memory)
-    return model
+    changed = copy.copy(tiny.engram)
+    change(changed, tiny.engram)
+    return altered(tiny, engram=changed)
 
 
 def zero_tables(slots):
@@ -152,7 +151,7 @@ def zero_tables(slots):
     return change
 
 
-def swap_multipliers(new: Memory, old: Memory):
+def swap_multipliers(new: EngramLookup, old: EngramLookup):
     other = old.layouts[::-1]
     new.layouts = tuple(Layout(o.multipliers, m.primes, m.offsets) for m, o in zip(old.layouts, other, strict=True))
 
@@ -164,7 +163,7 @@ def swap_multipliers(new: Memory, old: Memory):
 def test_a_broken_engram_shows_in_the_hidden_state(tiny, change, layer):  # greedy text looks right without Engram
     released = np.load(GOLDEN["tiny-full"] / "outputs_float32.npz")[f"b/layers.{layer}.out[-3:]"]
     tokens = np.load(GOLDEN["tiny-full"] / "inputs.npz")["b_ids"][:, :37]
-    _, seen = mutated(tiny, change)(tokens, taps=all_taps(tiny))
+    _, _, seen = mutated(tiny, change)(tokens, taps=all_taps(tiny))
     assert np.abs(np.asarray(seen[f"layers.{layer}.out"])[:, -3:] - released).max() > 1e-3
 
 
@@ -205,7 +204,7 @@ def test_rows_of_unequal_lengths_advance_on_their_own(small, tokens, by_token, s
         call = rng.integers(0, 288, (2, width))  # what stands behind a row's live tokens is arbitrary
         for row in range(2):
             call[row, : count[row]] = tokens[row, at[row] : at[row] + count[row]]
-        logits, cache = small.step(call, cache, lengths=count)
+        logits, cache, _ = small.step(call, cache, lengths=count)
         for row in range(2):
             expected = by_token[row, at[row] : at[row] + count[row]]
             np.testing.assert_allclose(np.asarray(logits)[row, : count[row]], expected, atol=1e-5)
@@ -214,23 +213,24 @@ def test_rows_of_unequal_lengths_advance_on_their_own(small, tokens, by_token, s
 
 
 def test_equal_rows_of_a_batch_have_equal_logits(small, tokens, by_token):  # row offsets counted twice after row 0
-    logits, _ = small.step(np.tile(tokens[:1, :13], (3, 1)), small.init_cache(3, CAPACITY))
+    logits, _, _ = small.step(np.tile(tokens[:1, :13], (3, 1)), small.init_cache(3, CAPACITY))
     np.testing.assert_array_equal(logits, np.tile(logits[:1], (3, 1, 1)))
     np.testing.assert_allclose(logits[0], by_token[0, :13], atol=1e-5)
 
 
-# `forward` compiled by its caller, with every intermediate.
+# The parameters called, and compiled by their caller, with every intermediate.
 
 
 @pytest.fixture(scope="module")
 def run(small, tokens):
     """(params, tokens, count) -> (logits, cache, taps), each defaulting to `small` on T live tokens a row."""
-    compiled = jax.jit(partial(forward, cfg=small.config, num=small.numerics))
+    how = {"cfg": small.config, "numerics": small.numerics}
+    compiled = jax.jit(lambda params, call, cache: params(call, cache, **how))
 
     def call(params=small.params, ids=tokens[:, :T], count=(T, T)):
         cache, count = small.init_cache(2, CAPACITY), np.array(count, np.int32)
-        rows, _ = small.memory.read(ids, count, np.zeros(2, np.int32), np.asarray(cache.history))
-        return compiled(params, jnp.asarray(ids), cache, count=jnp.asarray(count), rows=rows)
+        rows, _ = small.engram.read(ids, count, np.zeros(2, np.int32), np.asarray(cache.history))
+        return compiled(params, Call(ids, count, rows), cache)
 
     return call
 
@@ -239,16 +239,16 @@ def norm64(x, norm):
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-20) * np.asarray(norm.weight[...], np.float64)
 
 
-def coefficients64(block, x, site):
+def coefficients64(cfg, block, x, site):
     """(pre, post, comb) of single-pass mHC (paper 2.4.1), in float64."""
     fn, base, scale = (np.asarray(getattr(block, f"hc_{site}_{k}")[...], np.float64) for k in ("fn", "base", "scale"))
-    z, streams, eps = x.reshape(*x.shape[:2], -1), x.shape[2], block.cfg.hc_eps
+    z, streams, eps = x.reshape(*x.shape[:2], -1), x.shape[2], cfg.hc_eps
     m = z @ fn.T / np.sqrt(np.mean(z**2, axis=-1, keepdims=True) + 1e-20)
     pre, post, comb = np.split(m * np.repeat(scale, [streams, streams, streams**2]) + base, [streams, 2 * streams], -1)
     comb = np.exp(comb.reshape(*x.shape[:2], streams, streams))
     comb = comb / comb.sum(axis=-1, keepdims=True) + eps
     comb = comb / (comb.sum(axis=-2, keepdims=True) + eps)
-    for _ in range(block.cfg.hc_sinkhorn_iters - 1):
+    for _ in range(cfg.hc_sinkhorn_iters - 1):
         for axis in (-1, -2):
             comb = comb / (comb.sum(axis=axis, keepdims=True) + eps)
     return 1 / (1 + np.exp(-pre)) + eps, 2 / (1 + np.exp(-post)), comb
@@ -271,9 +271,9 @@ def test_each_site_collapses_with_the_mix_of_the_site_before(small, tokens, run)
             if site == "ffn":  # its input is not a tap, but the router's weights are a function of it
                 routed = norm64(collapse(), block.ffn_norm) @ np.asarray(block.ffn.gate.weight[...], np.float64).T
                 score = np.take_along_axis(np.sqrt(np.log1p(np.exp(routed))), tap["moe_experts"].astype(int), axis=-1)
-                weights = score / score.sum(axis=-1, keepdims=True) * block.cfg.routed_scaling_factor
+                weights = score / score.sum(axis=-1, keepdims=True) * small.config.routed_scaling_factor
                 np.testing.assert_allclose(tap["moe_weights"], weights, atol=2e-5)
-            mix, post, comb = coefficients64(block, streams, site)
+            mix, post, comb = coefficients64(small.config, block, streams, site)
             streams = post[..., None] * y[:, :, None] + np.einsum("btij,btid->btjd", comb, streams)
         np.testing.assert_allclose(tap["pre_mix"], mix, atol=2e-5)
         np.testing.assert_allclose(tap["out"], streams, atol=5e-5)
@@ -281,22 +281,25 @@ def test_each_site_collapses_with_the_mix_of_the_site_before(small, tokens, run)
 
 
 def test_the_stack_cut_in_two_equals_the_whole(small, tokens, run):  # the pending mix lost at the cut
+    cfg, how = small.config, {"cfg": small.config, "numerics": small.numerics}
+
     @partial(jax.jit, static_argnames=("first", "last"))
-    def segment(params, x, mix, published, rows, first, last):
+    def segment(params, streams, shared, engram, first, last):
         cache = small.init_cache(2, CAPACITY)
         span = Span.after(cache.length, jnp.full(2, T, jnp.int32), T)
-        for i in range(first, last):
-            x, mix, published, *_ = params.layers[i](
-                x, mix, published, cache.layers[i], span, small.numerics, rows=rows
+        for plan in cfg.layers[first:last]:
+            own = engram if plan.engram_slot is not None else None
+            streams, shared, *_ = params.layers[plan.id](
+                streams, shared, cache.layers[plan.id], span, plan=plan, engram=own, **how
             )
-        return x, mix, published
+        return streams, shared
 
     history = np.asarray(small.init_cache(2, CAPACITY).history)
-    rows, _ = small.memory.read(tokens[:, :T], np.full(2, T, np.int32), np.zeros(2, np.int32), history)
+    rows, _ = small.engram.read(tokens[:, :T], np.full(2, T, np.int32), np.zeros(2, np.int32), history)
     h = small.params.embed.weight[...][tokens[:, :T]].astype(jnp.float32)[:, :, None]
     first_mix = jnp.zeros((2, T, 4)).at[..., 0].set(1)
-    x, mix, published = segment(small.params, jnp.repeat(h, 4, axis=2), first_mix, Published(), rows[0], 0, 2)
-    x, mix, _ = segment(small.params, x, mix, published, rows[0], 2, 5)
+    streams, shared = segment(small.params, Streams(jnp.repeat(h, 4, axis=2), first_mix), Shared(), rows[0], 0, 2)
+    (x, mix), _ = segment(small.params, streams, shared, rows[0], 2, 5)
     seen = run()[2]
     # Streams of scale 4 and more, summed in another order by each compilation: 1e-5 of the largest.
     np.testing.assert_allclose(x, seen["layers.4.out"], atol=1e-5 * float(np.abs(x).max()))
@@ -323,7 +326,7 @@ def test_sinks_and_candidates_show_in_the_hidden_state(small, tokens, run):  # g
     without = run(params)[2]["layers.0.out"]
     assert np.abs(np.asarray(without - with_both["layers.0.out"])).max() > 1e-3
     unrestricted = random_model(small_config(candidate_source_layer_id=None))
-    _, seen = unrestricted(tokens[:, :T], taps=["layers.3.out", "layers.4.out"])
+    _, _, seen = unrestricted(tokens[:, :T], taps=["layers.3.out", "layers.4.out"])
     np.testing.assert_allclose(seen["layers.3.out"], with_both["layers.3.out"], atol=1e-4)
     assert np.abs(np.asarray(seen["layers.4.out"] - with_both["layers.4.out"])).max() > 1e-3
 
@@ -341,10 +344,11 @@ def products_of(jaxpr):
 def test_no_float32_product_runs_in_tf32(small, tokens):  # TF32 flips routers and selections on a GPU
     cache = small.init_cache(2, CAPACITY)
     zeros = np.zeros(2, np.int32)
-    rows, _ = small.memory.read(tokens[:, :T], zeros + T, zeros, np.asarray(cache.history))
-    program = partial(forward, cfg=small.config, num=small.numerics, rows=rows)
+    rows, _ = small.engram.read(tokens[:, :T], zeros + T, zeros, np.asarray(cache.history))
+    how, call = {"cfg": small.config, "numerics": small.numerics}, Call(tokens[:, :T], zeros + T, rows)
     with jax.default_matmul_precision("bfloat16"):
-        products = list(products_of(jax.make_jaxpr(program)(small.params, tokens[:, :T], cache).jaxpr))
+        traced = jax.make_jaxpr(lambda params, call, cache: params(call, cache, **how))(small.params, call, cache)
+    products = list(products_of(traced.jaxpr))
     assert len(products) > 50
     for equation in products:
         precision = equation.params["precision"]

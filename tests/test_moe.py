@@ -1,5 +1,6 @@
 """Routing against the released vectors and explicit cases; the routed experts against a float64 loop over tokens."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,9 +12,9 @@ from conftest import random_model, small_config
 
 from dsv41_jax.config import Config
 from dsv41_jax.nn.linear import product_f32
-from dsv41_jax.nn.moe import MoE, SharedExpert, route, swiglu
-from dsv41_jax.numerics import keep, numerics, round_fp8
-from pallas_kernels.grouped_matmul import experts
+from dsv41_jax.nn.moe import MoE, SharedExpert, route
+from dsv41_jax.numerics import keep, numerics_by_name, round_fp8
+from pallas_kernels.grouped_matmul import experts, swiglu
 
 CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BF16 = ml_dtypes.bfloat16
@@ -133,7 +134,7 @@ def test_routed_and_shared_experts_clamp_alike(dtype, sign):  # the clamp is eas
     w1, w3 = diagonal(32), diagonal(32, sign)
     args = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)), w1, w1, w3
     routed = grouped(x, *args, limit=10.0, round_input=keep)
-    num = numerics("float32") if dtype == jnp.float32 else numerics("reference")
+    num = numerics_by_name("float32") if dtype == jnp.float32 else numerics_by_name("reference")
     shared = SharedExpert(Config.tiny().replace(hidden_size=32, moe_intermediate_size=32, swiglu_limit=10.0))
     for name, factor in (("w1", 1), ("w2", 1), ("w3", sign)):
         layer = getattr(shared, name)
@@ -145,7 +146,9 @@ def test_routed_and_shared_experts_clamp_alike(dtype, sign):  # the clamp is eas
     coarse = 1e-6 if dtype == jnp.float32 else 2.0**-4 + 2.0**-7
     big = np.abs(expected) > 1
     np.testing.assert_allclose(
-        np.asarray(jax.jit(lambda x: shared(x, num))(x), np.float64)[big], expected[big], rtol=coarse
+        np.asarray(jax.jit(lambda x: shared(x, limit=10.0, numerics=num))(x), np.float64)[big],
+        expected[big],
+        rtol=coarse,
     )
 
 
@@ -219,14 +222,16 @@ def test_rows_of_a_batch_equal_single_rows_bit_for_bit(dtype, rounding):  # scal
 
 def test_rows_keep_their_own_image_bias_when_the_batch_is_permuted():  # a mask out of step with its rows
     donor = random_model(small_config()).params.layers[0].ffn
-    vision = MoE(Config.tiny().replace(hidden_size=32), 4, 2)
+    cfg = Config.tiny().replace(hidden_size=32)
+    vision = MoE(cfg, 4)
     vision.experts, vision.shared_experts = donor.experts, donor.shared_experts
     vision.gate.weight[...] = donor.gate.weight[...]
     vision.gate.bias[...], vision.gate.bias_vl[...] = jnp.array([9.0, 9, 0, 0]), jnp.array([0.0, 0, 9, 9])
     rng = np.random.default_rng(6)
     x = jnp.asarray(rng.standard_normal((4, 3, 32)), jnp.float32)
     image = rng.random((4, 3)) < 0.5
-    run = jax.jit(lambda x, image: vision(x, image, numerics("float32")))
+    how = {"plan": replace(cfg.layers[0], experts_per_token=2), "cfg": cfg, "numerics": numerics_by_name("float32")}
+    run = jax.jit(lambda x, image: vision(x, image, **how))
     y, taps = run(x, jnp.asarray(image))
     assert np.array_equal(taps["moe_experts"], np.where(image[..., None], [2, 3], [0, 1]))
     order = np.array([2, 0, 3, 1])

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import small_config
-from flax import nnx
+from conftest import random_model, small_config
 
 from dsv41_jax.config import Config
-from dsv41_jax.nn.norm import RMSNorm, rmsnorm
-from dsv41_jax.nn.transformer import abstract_parameters
-from dsv41_jax.numerics import numerics
+from dsv41_jax.nn import norm as norm_module
+from dsv41_jax.nn.norm import RMSNorm
+from dsv41_jax.numerics import numerics_by_name
+from pallas_kernels.mhc import reference as mhc_reference
+from pallas_kernels.norm import rmsnorm
+from pallas_kernels.pack import reference as pack_reference
 
 ONES = jnp.ones(32)
 
@@ -78,21 +80,31 @@ def test_row_whose_squares_underflow_is_scaled_by_the_epsilon():  # squares belo
     np.testing.assert_allclose(out, np.full((1, 32), 1e-12), rtol=1e-6)
 
 
-def test_every_norm_of_the_text_model_has_the_configs_epsilon():  # one norm left at a helper's default
-    cfg = small_config(rms_norm_eps=3e-5)
-    norms = [node for _, node in nnx.iter_graph(abstract_parameters(cfg)) if isinstance(node, RMSNorm)]
+def test_every_norm_of_the_text_model_has_the_configs_epsilon(monkeypatch):  # one norm left at a helper's default
+    cfg, seen = small_config(rms_norm_eps=3e-5), []
+
+    def recorded(x, weight, *, eps, dtype):
+        seen.append(eps)
+        return rmsnorm(x, weight, eps=eps, dtype=dtype)
+
+    for module in (norm_module, pack_reference, mhc_reference):  # of modules, of cached rows, before the experts
+        monkeypatch.setattr(module, "rmsnorm", recorded)
+    model = random_model(cfg)
+    tokens, cache = np.array([[3, 4, 5]], np.int32), model.init_cache(1, 8)
+    (chunk,) = model.engine.chunks(tokens, np.full(1, 3, np.int32), cache)
+    jax.eval_shape(lambda params: params(chunk.call, cache, cfg=cfg, numerics=model.numerics).logits, model.params)
     # Two a block, two an attention, compressor and index key of two full layers, and the final one.
-    assert len(norms) == 5 * 4 + 2 * 2 + 1
-    assert {norm.eps for norm in norms} == {3e-5}
+    assert len(seen) == 5 * 4 + 2 * 2 + 1
+    assert set(seen) == {3e-5}
     assert Config.flash().rms_norm_eps == 1e-20
 
 
 @pytest.mark.parametrize("name", ["float32", "reference"])
 def test_module_returns_the_activation_dtype_and_keeps_its_weight_in_bf16(name):
-    norm = RMSNorm(32, 1e-20)
+    norm = RMSNorm(32)
     norm.weight[...] = jnp.full(32, 2, jnp.bfloat16)
-    out = norm(jnp.full((1, 32), 3.0), numerics(name))
-    assert out.dtype == numerics(name).dtype
+    out = norm(jnp.full((1, 32), 3.0), 1e-20, numerics_by_name(name))
+    assert out.dtype == numerics_by_name(name).dtype
     assert norm.weight[...].dtype == jnp.bfloat16
     # Reciprocal square roots of GPUs are good to a unit in the last place, not correctly rounded.
     np.testing.assert_allclose(np.asarray(out, np.float32), 2, rtol=2**-22)

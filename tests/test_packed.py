@@ -15,7 +15,7 @@ from conftest import random_model, small_config
 from dsv41_jax import Config, Model
 from dsv41_jax import numerics as quant
 from dsv41_jax.nn import attention
-from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache, nbytes_per_token
 
 E2M1 = [Fraction(v) for v in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
@@ -278,7 +278,7 @@ def buffer_bytes(cfg, batch, capacity, num):
 
 @FAST
 def test_released_config_adds_as_many_bytes_a_token_as_the_report_says(name, entry, key):
-    cfg, num = Config.flash(), quant.numerics(name)
+    cfg, num = Config.flash(), quant.numerics_by_name(name)
     assert nbytes_per_token(cfg, num) == bytes_by_hand(cfg, entry + key) == {288: 890, 528: 1650, 1024: 3200}[entry]
     grown = buffer_bytes(cfg, 3, 6144, num) - buffer_bytes(cfg, 3, 4096, num)
     assert grown == 3 * 2048 * nbytes_per_token(cfg, num)
@@ -287,7 +287,7 @@ def test_released_config_adds_as_many_bytes_a_token_as_the_report_says(name, ent
 @FAST
 @pytest.mark.parametrize("make", [Config.tiny, small_config])
 def test_real_buffers_grow_by_the_bytes_a_token(make, name, entry, key):
-    cfg, num = make(), quant.numerics(name)
+    cfg, num = make(), quant.numerics_by_name(name)
     token = bytes_by_hand(cfg, entry * cfg.head_dim // 512 + key * cfg.index_head_dim // 128)
     assert nbytes_per_token(cfg, num) == token
     few, many = (sum(leaf.nbytes for leaf in jax.tree.leaves(init_cache(cfg, 2, n, num))) for n in (32, 96))
@@ -305,9 +305,9 @@ def test_every_cache_format_selects_and_attends_to_as_many_keys(monkeypatch):  #
     layer = random_model(cfg).params.layers[1].attn
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 14, 32)), jnp.bfloat16)
     span = Span.after(jnp.zeros(1, jnp.int32), jnp.full(1, 14, jnp.int32), 14)
-    nums = [quant.numerics(name) for name in ("reference", "fast", "fast-fp8", "fast-bf16")]
+    nums = [quant.numerics_by_name(name) for name in ("reference", "fast", "fast-fp8", "fast-bf16")]
     selected = jax.jit(
-        lambda x: [layer(x, Published(), init_cache(cfg, 1, 16, n).layers[1], span, n)[1].selected for n in nums]
+        lambda x: [layer(x, Shared(), init_cache(cfg, 1, 16, n).layers[1], span, n)[1].selected for n in nums]
     )(x)
     assert shapes == [shapes[0]] * 4
     for ids in selected:

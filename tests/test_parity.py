@@ -61,7 +61,7 @@ def test_a_disabled_feature_is_noticed(tmp_path, monkeypatch):  # greedy text ca
 
     def without_engram(*arguments, **keywords):
         model = real(*arguments, **keywords)
-        for table in model.memory.tables:
+        for table in model.engram.tables:
             object.__setattr__(table, "weight", np.zeros_like(table.weight))
         return model
 

@@ -10,19 +10,17 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.block_linear import cases as block_linear
-from pallas_kernels.grouped_matmul import cases as grouped_matmul
-from pallas_kernels.indexer import cases as indexer
 from pallas_kernels.indexer import reference
-from pallas_kernels.mhc import cases as mhc
-from pallas_kernels.pack import cases as pack
-from pallas_kernels.sparse_attention import cases as sparse_attention
-from pallas_kernels.topk import cases as topk
 
 pytestmark = pytest.mark.parity
-WHOLE = [("block_linear", case) for case in block_linear.SMALL]
-WHOLE += [("grouped_matmul", case) for case in grouped_matmul.SMALL[:2]]
-WHOLE += [("mhc", case) for case in mhc.SMALL] + [("sparse_attention", case) for case in sparse_attention.SMALL]
+
+
+def cases(op: str):
+    return importlib.import_module(f"pallas_kernels.{op}.cases")
+
+
+WHOLE = [(op, case) for op in ("block_linear", "mhc", "sparse_attention") for case in cases(op).SMALL]
+WHOLE += [("grouped_matmul", case) for case in cases("grouped_matmul").SMALL[:2]]
 
 
 def peer(op: str):
@@ -42,21 +40,23 @@ def test_a_peer_passes_the_cases_own_check(op, case):
     assert case.problems(inputs, output(op, case, inputs)) == []
 
 
-@pytest.mark.parametrize("case", pack.SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases("pack").SMALL, ids=lambda case: case.name)
 def test_packed_rows_have_the_bytes_that_the_formats_say(case):
     inputs = case.inputs(6)
     assert case.problems(inputs, output("pack", case, inputs)[:, :-1]) == []
 
 
 def test_torch_topk_takes_the_values_that_a_sort_takes():
-    case = topk._case("12 of 4 x 300", 4, 300, 12)
+    case = cases("topk").case("12 of 4 x 300", rows=4, entries=300, count=12)
     x, lengths = case.inputs(7)
     ids = np.asarray(output("topk", case, (x, lengths)))
     np.testing.assert_array_equal(np.sort(np.take_along_axis(np.asarray(x), ids, 1)), np.sort(x)[:, -12:])
 
 
 def test_index_scores_are_the_references_bit_for_bit():
-    case = indexer._scores("prefill 70 x 130", (1, 70, 130), reference.index_scores)
+    case = cases("indexer").scores(
+        "prefill 70 x 130", cases("indexer").Shape(tokens=70, entries=130), reference.index_scores
+    )
     q, keys, weights, visible = case.inputs(8)
     expected = reference.index_scores(q, reference.unpack(keys)[:, None], weights)
     np.testing.assert_array_equal(output("indexer", case, (q, keys, weights, visible)).astype(np.float32), expected)
@@ -70,7 +70,9 @@ def chosen(scores, ids) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "pool", "blocks"), [("select", 0, 0), ("candidates", 0, 4), ("pools", 6, 0)])
 def test_a_selection_takes_scores_as_high_as_the_references(name, pool, blocks):
-    case = indexer._select(f"select, {name}", (2, 3, 200, True, pool, True), 16, blocks)
+    indexer = cases("indexer")
+    shape = indexer.Shape(batch=2, tokens=3, entries=200, pool=pool, full=True)
+    case = indexer.select(f"select, {name}", shape, count=16, candidates=blocks)
     inputs = case.inputs(9)
     q, keys, weights = inputs[:3]
     options = {"candidates": blocks} if not pool else {}

@@ -31,7 +31,7 @@ from dsv41_jax.engine.snapshot import Snapshot
 from dsv41_jax.nn import replay
 from dsv41_jax.nn.cache import init_cache
 from dsv41_jax.nn.vision import ImageInput
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
 # One model with everything but a vision tower that runs: a row of the batch for every length 1 .. 40.
 
@@ -94,14 +94,14 @@ def plain_with_images(truncated, tokens, image):
 @pytest.fixture(scope="module")
 def with_images(model, tokens, image):
     prompts, padded = [row[:n] for row, n in zip(tokens, LENGTHS, strict=True)], image.part(0, ROWS)
-    return model.prefill(prompts, model.init_cache(ROWS, CAPACITY), image=padded, mode="replay")
+    return model.prefill(prompts, model.init_cache(ROWS, CAPACITY), image=padded, mode="replay")[:2]
 
 
 @pytest.fixture(scope="module")
 def prefilled(model, tokens):
     """(logits, cache) of decoder replay on a batch of prompts of every length."""
     prompts = [row[:n] for row, n in zip(tokens, LENGTHS, strict=True)]
-    return model.prefill(prompts, model.init_cache(ROWS, CAPACITY), mode="replay")
+    return model.prefill(prompts, model.init_cache(ROWS, CAPACITY), mode="replay")[:2]
 
 
 def test_prefill_replay_is_the_full_forward_with_truncated_windows_from_the_cut_up(model, truncated, tokens, prefilled):
@@ -171,7 +171,7 @@ def test_replay_is_off_unless_named(model, tokens, plain):
     assert inspect.signature(type(model).prefill).parameters["mode"].default == "full"
     assert inspect.signature(type(model).generate).parameters["prefill"].default == "full"
     prompts = [row[:n] for row, n in zip(tokens, LENGTHS, strict=True)]
-    logits, _ = model.prefill(prompts, model.init_cache(ROWS, CAPACITY))
+    logits, _, _ = model.prefill(prompts, model.init_cache(ROWS, CAPACITY))
     np.testing.assert_allclose(logits, behind(plain, LENGTHS), **TOL)
 
 
@@ -360,5 +360,5 @@ def test_a_restore_that_does_not_fit_is_refused(model, tokens, image, snapshot):
     zeros = np.zeros((ROWS, 22, 32), np.float32)
     refused(given=replace(snapshot, entries=snapshot.entries[:1]))
     refused(given=replace(snapshot, entries=((zeros, zeros), *snapshot.entries)))
-    packed = init_cache(model.config, ROWS, CAPACITY, numerics("fast"))
+    packed = init_cache(model.config, ROWS, CAPACITY, numerics_by_name("fast"))
     refused(given=Snapshot.of(replace(packed, length=jnp.full(ROWS, 45, jnp.int32))))

@@ -24,7 +24,7 @@ from truncated import (
 )
 
 from dsv41_jax import Model
-from dsv41_jax.engine import generate, images
+from dsv41_jax.engine import chunks, images
 from dsv41_jax.engine.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("few_short_compilations")
@@ -54,7 +54,7 @@ def test_the_bundled_model_with_images_and_drafts():
 
     prompts = [row[:length] for row, length in zip(rows, n, strict=True)]
     empty = tiny.init_cache(7, CAPACITY)
-    logits, cache = tiny.prefill(prompts, empty, image=image.part(0, 39), mode="replay")
+    logits, cache, _ = tiny.prefill(prompts, empty, image=image.part(0, 39), mode="replay")
     np.testing.assert_allclose(logits, agree(cache, n, floor=floor), **TOL)
     snapshot = Snapshot.of(cache)
     for at in range(1, 8):
@@ -90,12 +90,12 @@ def test_the_bundled_model_generates_behind_a_replay(draft):
 
 @pytest.mark.slow
 def test_prompts_of_several_of_the_librarys_own_chunks(monkeypatch):
-    monkeypatch.setattr(generate, "BUCKETS", (1, 16, 128, 512))
+    monkeypatch.setattr(chunks, "BUCKETS", (1, 16, 128, 512))
     small = random_model(small_config())
     rows, n = np.random.default_rng(0).integers(6, 288, (2, 700)).astype(np.int32), np.array([661, 514])
     truncated = partial(oracle(small.config, small.numerics, 2, 700, 1024), small)
     prompts, start = [row[:k] for row, k in zip(rows, n, strict=True)], n - W
-    logits, cache = small.prefill(prompts, small.init_cache(2, 1024), mode="replay")
+    logits, cache, _ = small.prefill(prompts, small.init_cache(2, 1024), mode="replay")
     snapshot = Snapshot.of(cache)
     floor = floors(3, start, 5)
     expected, full = truncated(rows, n, floor)
@@ -128,14 +128,14 @@ def test_prompts_of_several_of_the_librarys_own_chunks(monkeypatch):
     ids=["small", "no-engram", "cut-on-top", "cut-at-the-bottom", "cut-of-pairs", "window-1", "window-20"],
 )  # fmt: skip
 def test_other_stacks(change, monkeypatch):
-    monkeypatch.setattr(generate, "BUCKETS", (32,) if "sliding_window" in change else (16,))
+    monkeypatch.setattr(chunks, "BUCKETS", (32,) if "sliding_window" in change else (16,))
     model = random_model(small_config(**change))
     cfg, tokens = model.config, np.random.default_rng(0).integers(6, 288, (ROWS, WIDTH)).astype(np.int32)
     cut, window = max(cfg.kv_source_layer_ids), cfg.sliding_window
     truncated = partial(oracle(cfg, model.numerics, ROWS, WIDTH, CAPACITY), model)
     start = np.maximum(LENGTHS - window, 0)
     prompts = [row[:n] for row, n in zip(tokens, LENGTHS, strict=True)]
-    logits, cache = model.prefill(prompts, model.init_cache(ROWS, CAPACITY), mode="replay")
+    logits, cache, _ = model.prefill(prompts, model.init_cache(ROWS, CAPACITY), mode="replay")
     snapshot, floor = Snapshot.of(cache), floors(cut, start, 5)
     for at in range(4):
         expected, full = truncated(tokens, LENGTHS + at, floor)

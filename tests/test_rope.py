@@ -10,10 +10,10 @@ from conftest import random_model, small_config
 
 from dsv41_jax.config import Config
 from dsv41_jax.nn import attention as attention_module
-from dsv41_jax.nn.attention import Attention, Published
+from dsv41_jax.nn.attention import Attention, Shared
 from dsv41_jax.nn.cache import Span, init_cache
 from dsv41_jax.nn.rope import frequencies, layer_frequencies, rotate, yarn_frequencies
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 from pallas_kernels.sparse_attention import sparse_attention
 
 ULP = 2.0**-24  # half a step of float32 below 1: the error of one rounded operation, relative
@@ -47,7 +47,7 @@ def window_of_one(monkeypatch):
     cfg = small_config(sliding_window=1)
     layer = random_model(cfg).params.layers[1].attn
     layer.attn_sink[...] = jnp.full(cfg.num_attention_heads, -1e30)
-    monkeypatch.setattr(Attention, "project_out", lambda self, o, num: o[:, :, 3])
+    monkeypatch.setattr(Attention, "project_out", lambda self, o, **how: o[:, :, 3])
     return cfg, layer
 
 
@@ -118,10 +118,11 @@ def test_positions_are_not_rounded_to_the_activation_dtype():  # in bf16 positio
 @pytest.mark.parametrize("start", [0, 5])
 def test_group_j_is_rotated_at_its_first_token_also_in_later_chunks(start):  # rotation by the entry's index instead
     cfg = small_config()
-    layer, num = random_model(cfg).params.layers[1].attn, numerics("float32")
+    layer, num = random_model(cfg).params.layers[1].attn, numerics_by_name("float32")
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 32)), jnp.float32)
     span = Span.after(jnp.full(1, start, jnp.int32), jnp.full(1, 8, jnp.int32), 8)
-    _, taps = jax.jit(lambda x, cache: layer.compress(x, cache, span, num))(x, init_cache(cfg, 1, 16, num).layers[1])
+    how = {"plan": cfg.layers[1], "cfg": cfg, "numerics": num}
+    _, taps = jax.jit(lambda x, cache: layer.compress(x, cache, span, **how))(x, init_cache(cfg, 1, 16, num).layers[1])
     latent, entries = (np.asarray(taps[name], np.float64)[0] for name in ("latent", "main_kv"))
     freqs = recipe(8, cfg.compress_rope_theta, cfg.yarn_original_length, cfg.yarn_factor)
     position = 2 * (start // 2 + np.arange(len(latent)))
@@ -141,8 +142,9 @@ def test_a_query_that_sees_only_itself_returns_its_unrotated_value(monkeypatch):
     )
     none = jnp.zeros((1, 0, 32)), jnp.zeros((1, 40, 0), jnp.int32)  # and no compressed entries
     x = np.random.default_rng(1).standard_normal((1, 40, 32)).astype(np.float32)
-    num, span = numerics("float32"), Span.after(jnp.full(1, 7, jnp.int32), jnp.full(1, 40, jnp.int32), 40)
-    run = jax.jit(lambda x, cache: layer(x, Published(), cache, span, num)[0])
+    num, span = numerics_by_name("float32"), Span.after(jnp.full(1, 7, jnp.int32), jnp.full(1, 40, jnp.int32), 40)
+    how = {"plan": cfg.layers[1], "cfg": cfg, "numerics": num}
+    run = jax.jit(lambda x, cache: layer(x, Shared(), cache, span, **how).y)
     o = np.asarray(run(jnp.asarray(x), init_cache(cfg, 1, 64, num).layers[1]))[0]
     weight = np.asarray(layer.wkv.weight[...]).astype(np.float64)
     weight *= 2.0 ** (np.asarray(layer.wkv.scale[...]).view(np.uint8).astype(float) - 127)

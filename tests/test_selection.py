@@ -57,7 +57,7 @@ def test_a_model_of_many_tiles_equals_a_model_of_one(monkeypatch):
         monkeypatch.setattr(indexer, "select", partial(select, tile=tile))
         model = random_model(small_config())  # traced anew
         found.append(model(tokens, taps=taps))
-    (one, seen), (other, also) = found
+    (one, _, seen), (other, _, also) = found
     np.testing.assert_array_equal(one, other)
     for name in taps:
         np.testing.assert_array_equal(seen[name], also[name])

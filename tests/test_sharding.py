@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_memory, small_config
+from conftest import small_config
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv41_jax import Checkpoint, Config, Model, sharding
+from dsv41_jax.engine.tables import EngramLookup
 from dsv41_jax.files.inventory import device_bytes, table_bytes
 from dsv41_jax.files.load import load
-from dsv41_jax.nn.transformer import abstract_parameters, random_parameters
+from dsv41_jax.nn.random import random_parameters
+from dsv41_jax.nn.transformer import abstract_parameters
 
 
 def mesh(data: int, expert: int) -> Mesh:
@@ -37,7 +39,7 @@ def test_only_routed_and_draft_experts_are_split_and_only_over_their_number(flas
 
 
 def placed(params, text):
-    return sharding.placements(params, sharding.parse(text))
+    return sharding.placements(params, sharding.parse_mesh(text))
 
 
 def test_mesh_without_an_expert_axis_splits_nothing(flash):
@@ -71,7 +73,7 @@ def test_uneven_mesh_is_refused_before_anything_is_allocated(monkeypatch):  # el
 )
 def test_bad_mesh_texts_are_named(text, said):
     with pytest.raises(ValueError, match=r"^mesh: ") as caught:
-        sharding.parse(text)
+        sharding.parse_mesh(text)
     assert said in str(caught.value)
 
 
@@ -91,7 +93,7 @@ def test_explicit_axes_are_taken_as_automatic_ones():
 def test_batches_go_over_data_where_their_rows_divide():
     over = mesh(2, 2)
     batch = {"even": np.zeros((4, 3)), "odd": np.zeros((3, 4)), "scalar": jnp.float32(1), "none": None, "int": 3}
-    laid = sharding.lay(batch, over)
+    laid = sharding.shard_batch(batch, over)
     assert laid["even"].sharding.is_equivalent_to(NamedSharding(over, P("data")), 2)
     assert laid["odd"].sharding.is_fully_replicated
     assert laid["scalar"].sharding.is_fully_replicated
@@ -99,11 +101,11 @@ def test_batches_go_over_data_where_their_rows_divide():
 
 
 def test_bytes_on_each_of_eight_devices_are_the_published_ones(flash):  # plans that forget the tables' scales
-    sizes = device_bytes(flash, sharding.parse("data=1,expert=8"))
+    sizes = device_bytes(flash, sharding.parse_mesh("data=1,expert=8"))
     assert sizes["routed experts"] == 543_581_798_400 // 2 * 17 // 16 // 8  # FP4 and a scale byte for every 32: 36.1 GB
     assert sizes["draft experts"] == 13_589_544_960 // 2 * 17 // 16 // 8
     assert sizes["embedding and head"] == 2 * 661_913_600 * 2  # whole on every device, in bfloat16
-    assert device_bytes(flash, sharding.parse("data=8")).total() == 510_286_023_000 - 768_022_850 * 264
+    assert device_bytes(flash, sharding.parse_mesh("data=8")).total() == 510_286_023_000 - 768_022_850 * 264
     cfg = Config.flash()
     assert table_bytes(cfg, "sharded", 8) == ((48_000_771 + 48_002_086) * 264, 0)  # 384,016,682 / 8 rounded up
     assert table_bytes(cfg, "host", 8) == (0, 768_022_850 * 264)
@@ -123,10 +125,10 @@ def test_logits_and_caches_on_four_devices_equal_those_of_one():
     tokens = np.random.default_rng(0).integers(8, 240, (2, 9))
     found = []
     for params in (whole, nnx.merge(graph, nnx.from_flat_state(split))):
-        model = Model(cfg, params, numerics="float32", memory=random_memory(cfg))
-        first, cache = model.step(tokens[:, :6], model.init_cache(2, 32))
+        model = Model(cfg, params, numerics="float32", engram=EngramLookup.random(cfg))
+        first, cache, _ = model.step(tokens[:, :6], model.init_cache(2, 32))
         kept = cache.layers[0].window
-        second, cache = model.step(tokens[:, 6:], cache)
+        second, cache, _ = model.step(tokens[:, 6:], cache)
         assert kept.is_deleted()  # the second step consumed the cache where it lay
         found.append((first, second, cache.layers[1].main, cache.layers[0].window))
     for one, four in zip(*found, strict=True):
@@ -141,6 +143,6 @@ def test_bundled_checkpoint_on_four_devices_generates_what_it_does_on_one(engram
     weight = model.params.layers[0].ffn.experts.w1.weight[...]
     assert {shard.data.shape[0] for shard in weight.addressable_shards} == {3}
     tokens = np.random.default_rng(0).integers(8, 240, (2, 20))
-    np.testing.assert_allclose(model(tokens), tiny(tokens), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(model(tokens).logits, tiny(tokens).logits, atol=1e-5, rtol=0)
     prompts = [row.tolist() for row in tokens]
     assert model.generate(prompts, 8, draft=True) == tiny.generate(prompts, 8)

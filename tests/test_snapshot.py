@@ -21,7 +21,7 @@ from dsv41_jax.engine.snapshot import Snapshot
 from dsv41_jax.files import snapshot
 from dsv41_jax.files.snapshot import SnapshotError
 from dsv41_jax.nn.cache import init_cache, nbytes_per_token
-from dsv41_jax.numerics import numerics
+from dsv41_jax.numerics import numerics_by_name
 
 CAPACITY = 48
 FORMATS = ("float32", "reference", "fast", "fast-fp8", "fast-bf16")
@@ -36,7 +36,7 @@ def bytes_of(rng, like):
 def full_cache(cfg, name, length, capacity=CAPACITY, seed=0):
     """A cache of random content everywhere, dead rows too."""
     rng = np.random.default_rng(seed)
-    cache = init_cache(cfg, len(length), capacity, numerics(name))
+    cache = init_cache(cfg, len(length), capacity, numerics_by_name(name))
     layers = tuple(jax.tree.map(lambda leaf: jnp.asarray(bytes_of(rng, leaf)), layer) for layer in cache.layers)
     return replace(cache, layers=layers, length=jnp.asarray(length, jnp.int32))
 
@@ -58,14 +58,14 @@ def same(one: Snapshot, two: Snapshot):
 def test_a_snapshot_is_the_global_entries_and_no_byte_more(name, length):
     cfg = small_config()
     taken = Snapshot.of(full_cache(cfg, name, length))
-    assert taken.nbytes == nbytes_per_token(cfg, numerics(name)) * sum(length)
+    assert taken.nbytes == nbytes_per_token(cfg, numerics_by_name(name)) * sum(length)
     assert taken.nbytes == sum(part.nbytes for pair in taken.entries for part in pair)
     assert all(isinstance(part, np.ndarray) for pair in taken.entries for part in pair)
 
 
 def test_a_released_token_is_890_bytes_of_a_snapshot():
     cfg = Config.flash()
-    cache = replace(init_cache(cfg, 1, 4096, numerics("fast")), length=jnp.array([4000], jnp.int32))
+    cache = replace(init_cache(cfg, 1, 4096, numerics_by_name("fast")), length=jnp.array([4000], jnp.int32))
     assert Snapshot.of(cache).nbytes == 890 * 4000
 
 
@@ -124,14 +124,14 @@ def refused(model, path, message=r"^[^\n]+$"):
 def like(model, *, name=None, cfg=None, params=None):
     """Another model that differs in what is named."""
     cfg = cfg or model.config
-    return Model(cfg, params or model.params, numerics=name or model.numerics.name, memory=model.memory)
+    return Model(cfg, params or model.params, numerics=name or model.numerics.name, engram=model.engram)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("length", [[13, 1, 32], [0, 0, 0], [48, 47, 48]])
 def test_a_file_gives_back_every_bit(small, name, length, tmp_path):
     model = copy.copy(small)
-    model.numerics = numerics(name)
+    model.numerics = numerics_by_name(name)
     taken = Snapshot.of(full_cache(small.config, name, length))
     model.export_snapshot(taken, tmp_path / "x")
     same(model.import_snapshot(tmp_path / "x"), taken)
@@ -172,7 +172,7 @@ def test_one_flipped_bit_of_any_parameter_is_another_model(small):
     names = sorted(named)
     for place in range(0, len(names), 6):
         leaves = [jnp.asarray(flipped(leaf, rng)) if n == names[place] else leaf for n, leaf in named.items()]
-        found = snapshot.fingerprint(jax.tree_util.tree_unflatten(tree, leaves), small.memory)
+        found = snapshot.fingerprint(jax.tree_util.tree_unflatten(tree, leaves), small.engram)
         assert found not in seen, names[place]
         seen.add(found)
 
@@ -181,29 +181,29 @@ def test_rearranged_parameters_are_another_model(small):
     other = nnx.clone(small.params)
     one, two = other.layers[1].attn.wq_a, other.layers[2].attn.wq_a
     one.weight[...], two.weight[...] = two.weight[...], one.weight[...]
-    assert snapshot.fingerprint(other, small.memory) != small.fingerprint
+    assert snapshot.fingerprint(other, small.engram) != small.fingerprint
     for axis in (0, 1):
         other = nnx.clone(small.params)
         other.embed.weight[...] = jnp.flip(other.embed.weight[...], axis)
-        assert snapshot.fingerprint(other, small.memory) != small.fingerprint
+        assert snapshot.fingerprint(other, small.engram) != small.fingerprint
     again = random_model(small_config())
     assert again.fingerprint == small.fingerprint
 
 
 def test_an_engram_row_changed_is_another_model(small):
-    rng, (table,) = np.random.default_rng(0), small.memory.tables
+    rng, (table,) = np.random.default_rng(0), small.engram.tables
     rows = [0, len(table.weight) - 1, *rng.integers(0, len(table.weight), 6)]
     for row in rows:
         for name in ("weight", "scale"):
             changed = np.array(getattr(table, name))
             changed[row, rng.integers(changed.shape[1])] ^= 1
-            memory = copy.copy(small.memory)
+            memory = copy.copy(small.engram)
             memory.tables = (replace(table, **{name: changed}),)
             assert snapshot.fingerprint(small.params, memory) != small.fingerprint, (row, name)
 
 
 def test_another_token_map_is_another_model(small):
-    memory = copy.copy(small.memory)
+    memory = copy.copy(small.engram)
     memory.token_map = np.roll(memory.token_map, 1)  # other tokens share a compressed id: other rows are looked up
     assert snapshot.fingerprint(small.params, memory) != small.fingerprint
 

@@ -4,30 +4,31 @@ Random drafters are nearly never right, so most tests put the true continuation,
 guesses. One batch size throughout: 96 rows are 16 window places x 6 accepted lengths.
 """
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import altered
 from scipy.stats import chisquare
 
 from dsv41_jax import Model
+from dsv41_jax.engine.decode import Drafted
+from dsv41_jax.engine.programs import Programs
+from dsv41_jax.engine.sampling import Draws, Sampling
 from dsv41_jax.engine.schedule import CostTable
-from dsv41_jax.engine.speculate import Speculation
 from dsv41_jax.nn.cache import init_cache
 
 B, K, W, CAPACITY, NEVER = 96, 5, 16, 128, 288
-KEY, ONE = jax.random.key(0), np.float32(1)
+GREEDY = Draws.first(Sampling(max_new_tokens=1, eos=NEVER))
 ONES = np.ones(B, np.int32)
 
 
 def feed(model, tokens, cache, count=ONES):
     """(logits behind each row's last token, cache)."""
-    (piece,) = model.pieces(np.asarray(tokens, np.int32), count.astype(np.int32), cache)
-    logits, cache = model.last_logits(piece, cache)
+    (chunk,) = model.engine.chunks(np.asarray(tokens, np.int32), count.astype(np.int32), cache)
+    logits, cache, _ = model.engine.run(chunk, cache, last_only=True)
     return np.asarray(logits), cache
 
 
@@ -41,17 +42,12 @@ def prefilled(model, ids, lengths):
 
 
 def guesses(model, cache, token):
-    return model.programs.draft(
-        model.programs.leaves, cache, token, KEY, 0, jnp.asarray(ONE), jnp.asarray(ONE), greedy=True
-    )
+    return model.engine.draft(token, cache, GREEDY)
 
 
 def speculate(model, tokens, offered, alive, cache):
-    memory, cache = model.engram_rows(tokens, np.where(alive, 1 + offered, 0), cache)
     logits = jnp.zeros((B, K, model.config.vocab_size), jnp.float32)
-    one = jnp.asarray(ONE)
-    args = (tokens, logits, offered, alive, memory, cache, KEY, 1, one, one)
-    return model.programs.speculate(model.programs.leaves, *args, method="greedy")
+    return model.engine.verify(tokens, offered, alive, logits, cache, GREEDY.next(), method="greedy")
 
 
 def live_leaves(cache, length, row, cfg):
@@ -178,9 +174,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def endless(tiny):
     """The model with an EOS that it cannot say."""
-    other = copy.copy(tiny)
-    other.config = replace(tiny.config, eos_token_id=NEVER)  # past the vocabulary, so unchecked
-    return other
+    return altered(tiny, config=replace(tiny.config, eos_token_id=NEVER))  # past the vocabulary, so unchecked
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +199,7 @@ def test_greedy_output_is_the_plain_one_token_by_token(endless, prompts, truth):
     assert sum(int((1 + accepted).sum()) for _, accepted in steps) == B * 25  # all but the prefill's token
 
 
-class Oracle:
+class Oracle(Programs):
     """Programs whose drafter knows the plain continuation, errs in a part of its guesses and half knows where."""
 
     def __init__(self, model, prompts, truth, wrong=0.0):
@@ -213,8 +207,8 @@ class Oracle:
         self.text = np.full((B, width), 9, np.int32)
         for row, (prompt, more) in enumerate(zip(prompts, truth, strict=True)):
             self.text[row, : len(prompt) + len(more)] = prompt + more
-        self.real, self.wrong, self.rng = model.programs, wrong, np.random.default_rng(5)
-        self.leaves, self.step = model.programs.leaves, model.programs.step
+        self.real, self.wrong, self.rng = model.engine.programs, wrong, np.random.default_rng(5)
+        self.step, self.bind = self.real.step, self.real.bind
 
     def known(self, drafts, cache):
         at = np.asarray(cache.length)[:, None] + 1 + np.arange(K)  # the token behind the cache is known, drafts follow
@@ -224,20 +218,17 @@ class Oracle:
         ids = np.where(bad, (ids + 1) % 288, ids).astype(np.int32)
         return replace(drafts, ids=jnp.asarray(ids), confidence=jnp.asarray(trust.astype(np.float32)))
 
-    def draft(self, leaves, cache, *rest, **named):
-        return self.known(self.real.draft(leaves, cache, *rest, **named), cache)
+    def draft(self, cache, *rest):
+        return self.known(self.real.draft(cache, *rest), cache)
 
-    def speculate(self, *args, **named):
-        accepted, token, drafts, cache = self.real.speculate(*args, **named)
-        return accepted, token, self.known(drafts, cache), cache
+    def verify(self, *args, **named):
+        found = self.real.verify(*args, **named)
+        return found._replace(drafts=self.known(found.drafts, found.cache))
 
 
 def knowing(model, prompts, truth, wrong=0.0, eos=None):
-    other = copy.copy(model)
-    other.programs = Oracle(model, prompts, truth, wrong)
-    if eos is not None:
-        other.config = replace(model.config, eos_token_id=eos)
-    return other
+    config = model.config if eos is None else replace(model.config, eos_token_id=eos)
+    return altered(model, _programs=Oracle(model, prompts, truth, wrong), config=config)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.2, 0.5])
@@ -288,13 +279,13 @@ def test_adaptive_verification_keeps_the_greedy_output(endless, prompts, truth, 
 
 @pytest.mark.parametrize(("stale", "current", "offered"), [((0.8, 0.76), (0.8, 0.0), 2), ((0.8, 0.0), (0.8, 0.76), 0)])
 def test_the_budget_comes_from_the_step_before(small, stale, current, offered):
-    engine = Speculation(small, "greedy", LEAP)
+    engine = Drafted(small.engine, "greedy", LEAP)
     most = np.array([0, 2], np.int32)  # the first row rests; it neither takes part in the budget nor gets an offer
     both = np.array([[1.0, 1.0], current]), np.array([[1.0, 1.0], stale])
     assert engine.offer(*both, most, most > 0).tolist() == [0, offered]
     # With one draft left to use, the second cannot make the leap pay: (1 + 0.8) / 1.9 is less than 1 / 1.
     assert engine.offer(*both, np.array([0, 1], np.int32), most > 0).tolist() == [0, 0]
-    assert Speculation(small, "greedy").offer(*both, most, most > 0).tolist() == [0, 2]
+    assert Drafted(small.engine, "greedy").offer(*both, most, most > 0).tolist() == [0, 2]
 
 
 def test_what_cannot_be_drafted_is_refused(tiny, small):
@@ -340,7 +331,7 @@ def test_sampled_output_has_the_targets_distribution_and_a_seed_fixes_it(tiny, v
 @pytest.mark.parametrize("block", range(1, 9))
 def test_greedy_output_is_the_plain_one_at_every_block_size(tiny, block):
     cfg = tiny.config.replace(dspark_block_size=block)
-    model = Model(cfg, tiny.params, numerics="float32", memory=tiny.memory)
+    model = Model(cfg, tiny.params, numerics="float32", engram=tiny.engram)
     assert init_cache(cfg, 1, 16, model.numerics).drafts[0].shape[1] == W + block
     prompts = random_prompts(block, 200)
     plain = model.generate(prompts, 24)

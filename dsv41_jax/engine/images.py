@@ -71,7 +71,7 @@ def resize_plan(width: int, height: int, cfg: Config) -> Plan:
     """The size that an image of width x height pixels is shown at, and its span (vision_config)."""
     if width < 1 or height < 1:
         raise ImageError(f"image: {width} x {height} pixels, at least 1 x 1 is needed")
-    patch, window, most = cfg.vision_patch_size, cfg.vision_downsample_ratio, cfg.vision_max_image_tokens
+    patch, window, limit = cfg.vision_patch_size, cfg.vision_downsample_ratio, cfg.vision_max_image_tokens
     if width * height < cfg.vision_min_pixels:
         grow = math.sqrt(cfg.vision_min_pixels / (width * height))
         width, height = int(width * grow), int(height * grow)
@@ -81,16 +81,16 @@ def resize_plan(width: int, height: int, cfg: Config) -> Plan:
         return Plan(best_width, best_height, *windows)
 
     whole = plan(-(-width // patch) * patch, -(-height // patch) * patch)
-    if whole.tokens <= most:
+    if whole.tokens <= limit:
         return whole
     cell = patch * window
     slope = height / width
-    columns = math.sqrt((most - 2) / slope + 0.25) - 0.5
+    columns = math.sqrt((limit - 2) / slope + 0.25) - 0.5
     rows = columns * slope
     if columns < 1:
-        return plan(cell, (most - 2) // 2 * cell)
+        return plan(cell, (limit - 2) // 2 * cell)
     if rows < 1:
-        return plan((most - 3) * cell, cell)
+        return plan((limit - 3) * cell, cell)
     shrink = min(math.floor(columns) * cell / width, math.floor(rows) * cell / height)
     return plan(math.floor(width * shrink / patch) * patch, math.floor(height * shrink / patch) * patch)
 
@@ -153,10 +153,10 @@ def window_patches(plan: Plan, patch: int, window: int) -> Int32[np.ndarray, "ce
     row = np.arange(plan.rows)[:, None, None, None] * window + np.arange(window)[None, None, :, None]
     column = np.arange(plan.columns)[None, :, None, None] * window + np.arange(window)[None, None, None, :]
     number = np.where((row < rows) & (column < columns), row * columns + column, -1)
-    return number.reshape(plan.rows * plan.columns, window * window).astype(np.int32)
+    return rearrange(number, "rows columns y x -> (rows columns) (y x)").astype(np.int32)
 
 
-def span_rows(
+def span_embeddings(
     roles: Sequence[int],
     aligned: Float[Array, "cells D"],
     start: Float[Array, " D"],
@@ -166,8 +166,8 @@ def span_rows(
     """The embeddings of a span: aligner rows in reading order between the learned delimiters."""
     table = jnp.concatenate([jnp.stack([start, newline, end]).astype(aligned.dtype), aligned])
     kinds = np.array(roles)
-    row = np.where(kinds == TOKEN, 2 + np.cumsum(kinds == TOKEN), np.array([0, 0, 1, 2])[kinds])
-    return table[row]
+    at = np.where(kinds == TOKEN, 2 + np.cumsum(kinds == TOKEN), np.array([0, 0, 1, 2])[kinds])
+    return table[at]
 
 
 def span_starts(ids: Sequence[int], lengths: Sequence[int], cfg: Config) -> list[int]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from einops import rearrange
 from jaxtyping import Int32, Int64
 
 from dsv41_jax.config import Config, ConfigError
@@ -33,8 +34,14 @@ class Tokenizer(Protocol):
     def id_to_token(self, id: int) -> str | None:
         """The vocabulary's string for a token."""
 
+    def token_to_id(self, token: str) -> int | None:
+        """The number of one of the vocabulary's strings."""
+
     def get_vocab_size(self, with_added_tokens: bool = True) -> int:
         """How many tokens there are."""
+
+    def to_str(self) -> str:
+        """The content of its file."""
 
 
 NONE = -1  # in a history: no token there, or one at or behind an image
@@ -59,8 +66,8 @@ class Layout:
 
 def multipliers(layer: int, count: int, vocabulary: int) -> Int64[np.ndarray, " n"]:
     """Odd draws of numpy's default_rng(10007 * layer), small enough that a product with an id stays below 2^63."""
-    most = np.iinfo(np.int64).max // vocabulary // 2
-    return np.random.default_rng(10007 * layer).integers(0, most, count, np.int64) * 2 + 1
+    limit = np.iinfo(np.int64).max // vocabulary // 2
+    return np.random.default_rng(10007 * layer).integers(0, limit, count, np.int64) * 2 + 1
 
 
 @lru_cache(maxsize=8)
@@ -150,6 +157,7 @@ def hash_rows(back: Int64[np.ndarray, "B T n"], layout: Layout) -> Int64[np.ndar
     """Table rows of each position, 2-grams first, heads within each."""
     products = back * layout.multipliers
     rolling = np.bitwise_xor.accumulate(products, axis=-1)[..., 1:]
-    primes = layout.primes.reshape(rolling.shape[-1], -1)
-    rows = rolling[..., None] % primes + layout.offsets.reshape(primes.shape)
-    return rows.reshape(*back.shape[:2], -1)
+    primes, offsets = (
+        rearrange(v, "(n heads) -> n heads", n=rolling.shape[-1]) for v in (layout.primes, layout.offsets)
+    )
+    return rearrange(rolling[..., None] % primes + offsets, "b t n heads -> b t (n heads)")

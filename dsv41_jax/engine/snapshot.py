@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -39,27 +38,27 @@ class Snapshot:
         """Bytes of all entries."""
         return sum(rows.nbytes for pair in self.entries for rows in pair)
 
-    def cache(self, cfg: Config, length: np.ndarray, capacity: int, num: Numerics) -> Cache:
+    def cache(self, cfg: Config, length: np.ndarray, capacity: int, numerics: Numerics) -> Cache:
         """A cache with the entries of the first `length` [B] tokens; its windows are still empty, and entries past a
         row's length are dead. Raises ValueError when the snapshot is shorter, or was not taken with this config and
         these numerics."""
         short = np.flatnonzero(length > self.length)
         if length.shape != self.length.shape or short.size:
             raise ValueError(f"snapshot: holds {self.length.tolist()} tokens a row, {length.tolist()} were asked for")
-        cache = init_cache(cfg, len(length), capacity, num)
+        cache = init_cache(cfg, len(length), capacity, numerics)
         full = [number for number, layer in enumerate(cache.layers) if layer.ratio]
         layers = list(cache.layers)
         if len(self.entries) != len(full):
             raise ValueError(f"snapshot: entries of {len(self.entries)} layers, the config has {len(full)} Full layers")
         for number, pair in zip(full, self.entries, strict=True):
-            layer, most = layers[number], int(length.max()) // layers[number].ratio
+            layer, limit = layers[number], int(length.max()) // layers[number].ratio
             for rows, store in zip(pair, (layer.main, layer.index_keys), strict=True):
                 if rows.shape[-1] != store.shape[-1] or rows.dtype != store.dtype:
                     held = f"layer {number} holds rows of {rows.shape[-1]} {rows.dtype}"
-                    raise ValueError(f"snapshot: {held}, {num.name!r} keeps {store.shape[-1]} {store.dtype}")
+                    raise ValueError(f"snapshot: {held}, {numerics.name!r} keeps {store.shape[-1]} {store.dtype}")
             main, keys = (
-                store.at[:, :most].set(rows[:, :most])
+                store.at[:, :limit].set(rows[:, :limit])
                 for rows, store in zip(pair, (layer.main, layer.index_keys), strict=True)
             )
             layers[number] = replace(layer, main=main, index_keys=keys)
-        return replace(cache, length=jnp.asarray(length, jnp.int32), layers=tuple(layers))
+        return replace(cache, length=np.asarray(length, np.int32), layers=tuple(layers))

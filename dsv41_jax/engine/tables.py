@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Int, Int32, Int64, UInt8
 from dsv41_jax.config import Config
 from dsv41_jax.engine.ngrams import NONE, hash_rows, layouts, look_back
 from dsv41_jax.nn.engram import EngramRows
+from pallas_kernels.formats import GROUP
 
 PLACEMENTS = ("mmap", "host", "device", "sharded")
 
@@ -54,7 +55,7 @@ class Table:
         return jnp.asarray(weight), jnp.asarray(scale)
 
 
-def own_rows(
+def rows_of_piece(
     piece: UInt8[Array, "rows width"], at: Int32[Array, "*at"], first: Int32[Array, ""] | int
 ) -> UInt8[Array, "*at width"]:
     """The rows `at` of a table of which `piece` holds those from number `first` on; zeros for all others."""
@@ -71,10 +72,10 @@ def _look_up(
 
     def answer(piece: UInt8[Array, "rows width"], at: Int32[Array, "*at"]) -> UInt8[Array, "*at width"]:
         first = jax.lax.axis_index(mesh.axis_names) * piece.shape[0]
-        return jax.lax.psum(own_rows(piece, at, first), mesh.axis_names)
+        return jax.lax.psum(rows_of_piece(piece, at, first), mesh.axis_names)
 
     if mesh is None:
-        found = [own_rows(table, at, 0) for table in (weight, scale)]
+        found = [rows_of_piece(table, at, 0) for table in (weight, scale)]
     else:
         specs = (P(mesh.axis_names), P())
         found = [
@@ -101,12 +102,27 @@ class DeviceTable:
         return weight, scale
 
 
-class Memory:
-    """The host side of Engram: token map, layouts and tables, and the lookup that `Model.step` makes."""
+class EngramLookup:
+    """The host side of Engram: token map, layouts and tables of `layers`, and the lookup that every run makes."""
 
     def __init__(self, cfg: Config, token_map: Int32[np.ndarray, " V"], tables: tuple[Table | DeviceTable, ...]):
+        self.layers = tuple(cfg.engram_layer_ids)
         self.token_map, self.tables, self.layouts = token_map, tables, layouts(cfg)
         self.pad = int(token_map[cfg.engram_pad_token_id])
+
+    @classmethod
+    def random(cls, cfg: Config, seed: int = 0) -> "EngramLookup":
+        """Tables of random rows on the host, and a token map onto the compressed vocabulary."""
+        rng, groups = np.random.default_rng(seed), cfg.engram_head_dim // GROUP
+        tables = tuple(
+            Table(
+                rng.integers(0, 0x60, (layout.rows, cfg.engram_head_dim), np.uint8),
+                np.full((layout.rows, groups), 124, np.uint8),
+            )
+            for layout in layouts(cfg)
+        )
+        token_map = np.minimum(np.arange(cfg.vocab_size), cfg.engram_compressed_vocab_size - 1).astype(np.int32)
+        return cls(cfg, token_map, tables)
 
     @property
     def on_host(self) -> bool:

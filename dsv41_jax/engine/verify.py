@@ -13,11 +13,10 @@ If all n offered drafts stand, one more token comes from M_b itself. Index i of 
 accepted drafts. Source of block rejection: Sun et al., arXiv 2403.10444.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Key
 
-METHODS = ("greedy", "standard", "block")
+from dsv41_jax.engine.sampling import draw
 
 
 def _taken(p: Float32[Array, "B K V"], ids: Int32[Array, "B K"]) -> Float32[Array, "B K"]:
@@ -37,12 +36,6 @@ def verify_greedy(
     best = jnp.argmax(target, axis=-1).astype(jnp.int32)
     accepted = leading(best[:, :-1] == drafts, offered)
     return accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
-
-
-def _draw(weights: Float32[Array, "B V"], keys: Key[Array, " B"]) -> Int32[Array, " B"]:
-    """A token from unnormalized probabilities."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, weights.shape[1:]))(keys)
-    return jnp.argmax(jnp.log(weights) + noise, axis=-1).astype(jnp.int32)
 
 
 def _at(p: Float32[Array, "B K V"], index: Int32[Array, " B"]) -> Float32[Array, "B V"]:
@@ -65,7 +58,7 @@ def _finish(
     rejected = _at(draft, jnp.minimum(accepted, draft.shape[1] - 1))
     residual = jnp.maximum(weight[:, None] * behind - rejected, 0.0)
     use = (accepted < offered) & (residual.sum(axis=-1) > 0)
-    return _draw(jnp.where(use[:, None], residual, behind), keys)
+    return draw(jnp.log(jnp.where(use[:, None], residual, behind)), keys)
 
 
 def verify_standard(
@@ -106,3 +99,6 @@ def verify_block(
     stands = (uniforms <= chance) & (length <= offered[:, None])
     accepted = jnp.max(jnp.where(stands, length, 0), axis=1)
     return accepted, _finish(accepted, offered, target, draft, jnp.take_along_axis(p, accepted[:, None], 1)[:, 0], keys)
+
+
+REJECTION = {"standard": verify_standard, "block": verify_block}

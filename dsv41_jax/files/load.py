@@ -28,7 +28,7 @@ from dsv41_jax.engine.tables import DeviceTable, Table, check_placement
 from dsv41_jax.files.directory import CheckpointError, Progress
 from dsv41_jax.files.expected import DTYPES, Expected, by_parameter, dotted, table_names
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
-from dsv41_jax.sharding import automatic, placements, rows_sharding
+from dsv41_jax.sharding import automatic, placements, sharded_rows
 
 Loaded = MutableMapping[str, Any]  # by name, arrays of devices or of the host
 Index = tuple[slice, ...]
@@ -232,7 +232,7 @@ def load_tables(
         return tuple(Table(views[weight], views[scale]) for weight, scale in pairs)
     where: NamedSharding | str = placement
     if mesh is not None and placement != "host":
-        where = rows_sharding(mesh) if placement == "sharded" else NamedSharding(automatic(mesh), PartitionSpec())
+        where = sharded_rows(mesh) if placement == "sharded" else NamedSharding(automatic(mesh), PartitionSpec())
     kept: Loaded = {} if loaded is None else loaded
     with Reader(checkpoint) as reader:
         for done, name in enumerate(names, 1):

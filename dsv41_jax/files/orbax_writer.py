@@ -19,7 +19,7 @@ from flax import nnx
 
 from dsv41_jax import atomic
 from dsv41_jax.config import Config
-from dsv41_jax.engine.tables import Table
+from dsv41_jax.engine.tables import DeviceTable, Table
 from dsv41_jax.files.directory import BLOCK_BYTES, ROOT, CheckpointError, Progress, inside
 from dsv41_jax.files.expected import ParameterPath, differences, dotted, expected_tables, flat_parameters, kinds
 from dsv41_jax.files.inventory import shard_of
@@ -166,7 +166,7 @@ def save(
     path: str | Path,
     cfg: Config,
     *,
-    tables: Sequence[Table] = (),
+    tables: Sequence[Table | DeviceTable] = (),
     files: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
     on_progress: Progress | None = None,

@@ -22,7 +22,7 @@ from jaxtyping import Array, Shaped, UInt32
 from dsv41_jax import atomic
 from dsv41_jax.config import Config
 from dsv41_jax.engine.snapshot import Snapshot
-from dsv41_jax.engine.tables import Memory
+from dsv41_jax.engine.tables import EngramLookup
 from dsv41_jax.files.expected import DTYPES, dotted, flat_parameters
 from dsv41_jax.files.safetensors import read_header, write_tensors
 from dsv41_jax.nn.transformer import Transformer
@@ -51,23 +51,23 @@ def _digest(leaf: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
     return jnp.sum(data.astype(jnp.uint32) * (weight | jnp.uint32(1)), dtype=jnp.uint32)
 
 
-def fingerprint(params: Transformer, memory: Memory | None) -> str:
+def fingerprint(params: Transformer, engram: EngramLookup | None) -> str:
     """SHA-256 over a digest of every parameter, the token map and the Engram rows: a different checkpoint of the same
     config has another one. Of tables with more than 65,536 rows so many are read, evenly spaced."""
     sums = hashlib.sha256()
     leaves = {dotted(path): leaf for path, leaf in flat_parameters(params).items()}
     for name, leaf in sorted(leaves.items()):
         sums.update(f"{name} {leaf.shape} {leaf.dtype} {int(_digest(leaf[...]))}\n".encode())
-    for rows in () if memory is None else memory.sample(1 << 16):
+    for rows in () if engram is None else engram.sample(1 << 16):
         sums.update(rows.tobytes())
     return sums.hexdigest()
 
 
-def identity(cfg: Config, num: Numerics, model: str) -> Identity:
+def identity(cfg: Config, numerics: Numerics, model: str) -> Identity:
     """What a snapshot must agree in with the model that reads it; `model` is its fingerprint."""
     settings = {name: value for name, value in vars(cfg).items() if name != "json_text"}
     config = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-    return {"kind": KIND, "config": config, "model": model, "numerics": num.name}
+    return {"kind": KIND, "config": config, "model": model, "numerics": numerics.name}
 
 
 def _ratios(cfg: Config) -> dict[str, int]:

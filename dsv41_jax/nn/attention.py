@@ -16,14 +16,16 @@ The four modes differ only in where the selected entries come from:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int32, Shaped
 
 from dsv41_jax.config import Config, LayerPlan
-from dsv41_jax.nn.cache import LayerCache, Span, cached_rows, push_ring, window_ids, write_entries
+from dsv41_jax.nn.cache import LayerCache, Span, push_ring, stored, window_ids, write_entries
 from dsv41_jax.nn.compressor import Compressor
 from dsv41_jax.nn.indexer import Indexer
 from dsv41_jax.nn.linear import QuantizedLinear, parameter
@@ -37,8 +39,8 @@ from pallas_kernels.sparse_attention import sparse_attention
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Published:
-    """What source layers hand to the layers above: the latest of each stands."""
+class Shared:
+    """What source layers hand to the layers above: of each the latest."""
 
     main: Shaped[Array, "B S main_row"] | None = None
     index_keys: Shaped[Array, "B S index_row"] | None = None
@@ -46,113 +48,152 @@ class Published:
     blocks: Int32[Array, "B T K"] | None = None
 
 
+class AttentionOutput(NamedTuple):
+    """The sublayer's output, what it and the layers below share, its new cache, and taps."""
+
+    y: Float[Array, "B T D"]
+    shared: Shared
+    cache: LayerCache
+    taps: dict[str, Array]
+
+
 class Attention(nnx.Module):
+    """Projections of every layer; `compressor` and `indexer` only where the layer owns entries or a selection."""
+
     def __init__(self, cfg: Config, plan: LayerPlan):
         heads = cfg.expanded_heads
-        self.cfg, self.plan = cfg, plan
         self.attn_sink = parameter((cfg.num_attention_heads,), jnp.float32, ("heads",))
         self.wq_a = QuantizedLinear(cfg.q_lora_rank, cfg.hidden_size, ("rank", "width"))
-        self.q_norm = RMSNorm(cfg.q_lora_rank, cfg.rms_norm_eps, "rank")
+        self.q_norm = RMSNorm(cfg.q_lora_rank, "rank")
         self.wq_b = QuantizedLinear(heads, cfg.q_lora_rank, ("heads", "rank"))
         self.wkv = QuantizedLinear(cfg.head_dim, cfg.hidden_size, ("latent", "width"))
-        self.kv_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, "latent")
+        self.kv_norm = RMSNorm(cfg.head_dim, "latent")
         self.wo_a = QuantizedLinear(cfg.o_groups * cfg.o_lora_rank, heads // cfg.o_groups, ("groups", "heads"))
         self.wo_b = QuantizedLinear(cfg.hidden_size, cfg.o_groups * cfg.o_lora_rank, ("width", "groups"))
         self.compressor = Compressor(cfg, plan.ratio) if plan.owns_kv else None
         self.indexer = Indexer(cfg, plan) if plan.owns_indexer else None
 
     def compress(
-        self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, num: Numerics
+        self,
+        x: Float[Array, "B T D"],
+        cache: LayerCache,
+        span: Span,
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
     ) -> tuple[LayerCache, dict[str, Array]]:
         """Full mode: append the entries and index keys of the groups that this call finishes (a replay: none)."""
-        assert self.compressor is not None and self.indexer is not None
-        latent, finished, cache = self.compressor(x, cache, span, num)
+        ratio, eps = plan.ratio, cfg.rms_norm_eps
+        latent, finished, cache = self.compressor(x, cache, span, ratio=ratio, eps=eps, numerics=numerics)
         if span.replay:
             return cache, {}
-        ratio = self.plan.ratio
         first = span.start // ratio
         positions = (first[:, None] + jnp.arange(latent.shape[1], dtype=jnp.int32)) * ratio
-        entries = cached_rows(latent, None, positions, layer_frequencies(self.cfg, ratio), num.main, num)
-        keys = self.indexer.keys(latent, positions, num)
+        freqs = layer_frequencies(cfg, ratio)
+        entries = stored(latent, None, positions, freqs, numerics.main, eps=eps, numerics=numerics)
+        keys = self.indexer.keys(latent, positions, plan=plan, cfg=cfg, numerics=numerics)
         cache = replace(
             cache,
             main=write_entries(cache.main, entries, first, finished),
             index_keys=write_entries(cache.index_keys, keys, first, finished),
         )
-        seen = {"main_kv": num.main.unpack(entries, num.dtype), "index_keys": num.index.unpack(keys, num.dtype)}
-        return cache, seen | {"latent": latent}
+        dtype = numerics.dtype
+        taps = {"main_kv": numerics.main.unpack(entries, dtype), "index_keys": numerics.index.unpack(keys, dtype)}
+        return cache, taps | {"latent": latent}
 
     def queries(
-        self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], num: Numerics
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int32[Array, "B T"],
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
     ) -> tuple[Float[Array, "B T Q"], Float[Array, "B T N H"]]:
         """(the query residual, which is the indexer's input too; the rotated queries)."""
-        q_r = self.q_norm(self.wq_a(x, num), num)
-        q = self.wq_b(q_r, num).reshape(*x.shape[:2], self.cfg.num_attention_heads, self.cfg.head_dim)
-        return q_r, rotate(q, positions, layer_frequencies(self.cfg, self.plan.ratio))
+        q_r = self.q_norm(self.wq_a(x, numerics), cfg.rms_norm_eps, numerics)
+        q = rearrange(self.wq_b(q_r, numerics), "b t (n h) -> b t n h", n=cfg.num_attention_heads)
+        return q_r, rotate(q, positions, layer_frequencies(cfg, plan.ratio))
 
-    def window_rows(
-        self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], num: Numerics
+    def window_kv(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int32[Array, "B T"],
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
     ) -> Shaped[Array, "B T row"]:
         """This layer's own latent of each token, rotated, as the window cache keeps it."""
-        freqs = layer_frequencies(self.cfg, self.plan.ratio)
-        return cached_rows(self.wkv(x, num), self.kv_norm, positions, freqs, num.window, num)
+        kv, freqs, eps = self.wkv(x, numerics), layer_frequencies(cfg, plan.ratio), cfg.rms_norm_eps
+        return stored(kv, self.kv_norm.weight[...], positions, freqs, numerics.window, eps=eps, numerics=numerics)
 
     def read(
         self,
         q: Float[Array, "B T N H"],
         window: Shaped[Array, "B X window_row"],
         window_ids: Int32[Array, "B T W"],
-        main: Shaped[Array, "B S main_row"] | None,
-        main_ids: Int32[Array, "B T C"] | None,
+        shared: Shared,
         positions: Int32[Array, "B T"],
-        num: Numerics,
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
     ) -> Float[Array, "B T N H"]:
-        """Attend to the named rows, and rotate the result back by the query's angle: values carry their rotation."""
-        cfg = self.cfg
-        if main is None:
-            main, main_ids = window[:, :0], jnp.zeros((*q.shape[:2], 0), jnp.int32)
-        sink, scale = self.attn_sink[...], cfg.head_dim**-0.5
+        """Attend to the window, and in a layer that reads main entries to the selected ones; then rotate the result
+        back by the query's angle: values carry their rotation."""
+        reads = plan.kv_source is not None
         o, _ = sparse_attention(
             q,
             window,
             window_ids,
-            main,
-            main_ids,
-            sink,
-            scale=scale,
-            unpack_window=num.window.unpack,
-            unpack_main=num.main.unpack,
-            backend=num.backend,
+            shared.main if reads else window[:, :0],
+            shared.selected if reads else jnp.zeros((*q.shape[:2], 0), jnp.int32),
+            self.attn_sink[...],
+            scale=cfg.head_dim**-0.5,
+            unpack_window=numerics.window.unpack,
+            unpack_main=numerics.main.unpack,
+            backend=numerics.backend,
         )
-        return rotate(cast(o, num.dtype), positions, layer_frequencies(cfg, self.plan.ratio), inverse=True)
+        return rotate(cast(o, numerics.dtype), positions, layer_frequencies(cfg, plan.ratio), inverse=True)
 
-    def project_out(self, o: Float[Array, "B T N H"], num: Numerics) -> Float[Array, "B T D"]:
+    def project_out(self, o: Float[Array, "B T N H"], *, cfg: Config, numerics: Numerics) -> Float[Array, "B T D"]:
         """The block-diagonal Wo_a, whose input the released program does not quantize, then Wo_b."""
-        grouped = o.reshape(*o.shape[:2], self.cfg.o_groups, -1)
-        low = block_diagonal(grouped, self.wo_a.weight[...], self.wo_a.scale[...], backend=num.backend)
-        return self.wo_b(low.reshape(*o.shape[:2], -1), num)
+        grouped = rearrange(o, "b t (g n) h -> b t g (n h)", g=cfg.o_groups)
+        low = block_diagonal(grouped, self.wo_a.weight[...], self.wo_a.scale[...], backend=numerics.backend)
+        return self.wo_b(rearrange(low, "b t g o -> b t (g o)"), numerics)
 
+    @jax.named_scope("attn")
     def __call__(
-        self, x: Float[Array, "B T D"], published: Published, cache: LayerCache, span: Span, num: Numerics
-    ) -> tuple[Float[Array, "B T D"], Published, LayerCache, dict[str, Array]]:
-        """(output, what now stands published, new cache, taps). x is the normed input."""
-        taps: dict[str, Array] = {}
-        q_r, q = self.queries(x, span.positions, num)
-        kv = self.window_rows(x, span.positions, num)
+        self,
+        x: Float[Array, "B T D"],
+        shared: Shared,
+        cache: LayerCache,
+        span: Span,
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
+    ) -> AttentionOutput:
+        """x is the normed input; `plan` says in which of the four modes it is read."""
+        how: dict[str, Any] = {"plan": plan, "cfg": cfg, "numerics": numerics}
+        q_r, q = self.queries(x, span.positions, **how)
+        kv = self.window_kv(x, span.positions, **how)
         window = jnp.concatenate([cache.window, kv], axis=1)
-        ids = window_ids(span, self.cfg.sliding_window, cache.window.shape[1])
-        cache = replace(cache, window=push_ring(cache.window, kv, span))
+        ids = window_ids(span, cfg.sliding_window, cache.window.shape[1])
+        cache, taps = replace(cache, window=push_ring(cache.window, kv, span)), dict[str, Array]()
 
-        if self.compressor is not None:
-            cache, taps = self.compress(x, cache, span, num)
-            published = replace(published, main=cache.main, index_keys=cache.index_keys)
-        if self.indexer is not None:
-            selected, blocks = self.indexer(x, q_r, published.index_keys, published.blocks, span, num)
-            published = replace(published, selected=selected, blocks=blocks)
+        if plan.owns_kv:
+            cache, taps = self.compress(x, cache, span, **how)
+            shared = replace(shared, main=cache.main, index_keys=cache.index_keys)
+        if plan.owns_indexer:
+            selected, blocks = self.indexer(x, q_r, shared.index_keys, shared.blocks, span, **how)
+            shared = replace(shared, selected=selected, blocks=blocks)
             taps["index_topk"] = selected
-            if self.plan.publishes_candidates:
+            if plan.publishes_candidates:
                 taps["candidate_blocks"] = blocks
 
-        main, chosen = (published.main, published.selected) if self.plan.ratio else (None, None)
-        y = self.project_out(self.read(q, window, ids, main, chosen, span.positions, num), num)
-        return y, published, cache, taps | {"attn_out": y}
+        o = self.read(q, window, ids, shared, span.positions, **how)
+        y = self.project_out(o, cfg=cfg, numerics=numerics)
+        return AttentionOutput(y, shared, cache, taps | {"attn_out": y})

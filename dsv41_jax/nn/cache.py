@@ -9,9 +9,10 @@
     history     ring of the last compressed token ids for Engram; -1: no token, or one at or behind an image
     length      tokens seen, for each row of the batch
 
+`length` and `history` need no device: between calls they lie on the host, which knows them without asking.
 Rows of a batch may have different lengths. A call of T tokens carries `count` live ones a row; the rest is padding on
 the right, computes values that nobody reads and writes nothing. Rows of window, main and index keys are values or, with
-the numerics `fast`, bytes (`quant.Storage`).
+the numerics `fast`, bytes (`numerics.Storage`).
 
 Everything is found by position, so a sequence is taken back by lowering its `length` (`rewind`): entries past it are
 dead, and the spare rows keep the last `spare` tokens from having overwritten anything that is still read.
@@ -28,14 +29,15 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from dsv41_jax.config import Config
-from dsv41_jax.nn.norm import RMSNorm
-from dsv41_jax.nn.rope import rotate
 from dsv41_jax.numerics import Numerics, Storage
-from pallas_kernels.pack import pack
+from pallas_kernels.pack import pack, turned
+
+HostOrDevice = Array | np.ndarray
+LARGEST_BATCH = 1 << 20  # a larger number is a mistake, found before it fills the memory
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """One layer's state; only Full layers have more than the window."""
 
@@ -48,21 +50,21 @@ class LayerCache:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cache:
     """The state of a batch of sequences, of fixed `capacity` in tokens."""
 
-    length: Int32[Array, " B"]
-    history: Int32[Array, "B past"]
+    length: Int32[HostOrDevice, " B"]
+    history: Int32[HostOrDevice, "B past"]
     layers: tuple[LayerCache, ...]
     drafts: tuple[Shaped[Array, "B W row"], ...]
     capacity: int = field(metadata={"static": True})
 
     def copy(self) -> Cache:
         """An independent copy: `Model.step` consumes the cache it is given, so copy before you fork."""
-        return jax.tree.map(jnp.copy, self)
+        return jax.tree.map(lambda leaf: leaf.copy(), self)
 
-    def rewind(self, length: Int32[Array, " B"]) -> Cache:
+    def rewind(self, length: Int32[HostOrDevice, " B"]) -> Cache:
         """The cache as it was at `length`, at most `Config.spare` tokens back in each row (of one call, or decoded)."""
         return replace(self, length=length)
 
@@ -71,53 +73,53 @@ class Cache:
         batch, wanted = self.length.shape[0], np.asarray(rows)
         if ((wanted < 0) | (wanted >= batch)).any():
             raise ValueError(f"rows: {wanted.tolist()} are not all in 0..{batch - 1}")
-        return jax.tree.map(lambda leaf: leaf[jnp.asarray(wanted)], self)
+        return jax.tree.map(lambda leaf: leaf[wanted], self)
 
 
-def init_cache(cfg: Config, batch: int, capacity: int, num: Numerics) -> Cache:
+def init_cache(cfg: Config, batch: int, capacity: int, numerics: Numerics) -> Cache:
     """Empty caches for `batch` sequences of at most `capacity` tokens; no two leaves share a buffer."""
-    for name, value, most in (("batch", batch, 1 << 20), ("capacity", capacity, cfg.max_position_embeddings)):
-        if not 1 <= value <= most:
-            raise ValueError(f"{name}: {value} is not in 1..{most}")
+    for name, value, limit in (("batch", batch, LARGEST_BATCH), ("capacity", capacity, cfg.max_position_embeddings)):
+        if not 1 <= value <= limit:
+            raise ValueError(f"{name}: {value} is not in 1..{limit}")
 
     def rows(count: int, storage: Storage, channels: int) -> Array:
-        width, dtype = storage.row(channels, num.dtype)
+        width, dtype = storage.row(channels, numerics.dtype)
         return jnp.zeros((batch, count, width), dtype)
 
     def ring() -> Array:
-        return rows(cfg.sliding_window + cfg.spare, num.window, cfg.head_dim)
+        return rows(cfg.sliding_window + cfg.spare, numerics.window, cfg.head_dim)
 
     def layer(ratio: int, owns_kv: bool) -> LayerCache:
         if not owns_kv:
-            return LayerCache(ring())
+            return LayerCache(window=ring())
         entries, rest = capacity // ratio, (batch, ratio - 1 + cfg.spare if ratio > 1 else 0, cfg.head_dim)
         return LayerCache(
-            ring(),
-            rows(entries, num.main, cfg.head_dim),
-            rows(entries, num.index, cfg.index_head_dim),
-            jnp.zeros(rest, jnp.float32),
-            jnp.zeros(rest, jnp.float32),
-            ratio,
+            window=ring(),
+            main=rows(entries, numerics.main, cfg.head_dim),
+            index_keys=rows(entries, numerics.index, cfg.index_head_dim),
+            open_kv=jnp.zeros(rest, jnp.float32),
+            open_gate=jnp.zeros(rest, jnp.float32),
+            ratio=ratio,
         )
 
     past = cfg.engram_max_ngram_size - 1 + cfg.spare if cfg.engram_layer_ids else 0
     return Cache(
-        jnp.zeros((batch,), jnp.int32),
-        jnp.full((batch, past), -1, jnp.int32),
-        tuple(layer(plan.ratio, plan.owns_kv) for plan in cfg.layers),
-        tuple(ring() for _ in range(cfg.num_nextn_predict_layers)),
-        capacity,
+        length=np.zeros((batch,), np.int32),
+        history=np.full((batch, past), -1, np.int32),
+        layers=tuple(layer(plan.ratio, plan.owns_kv) for plan in cfg.layers),
+        drafts=tuple(ring() for _ in cfg.draft_stages),
+        capacity=capacity,
     )
 
 
-def nbytes_per_token(cfg: Config, num: Numerics) -> float:
+def nbytes_per_token(cfg: Config, numerics: Numerics) -> float:
     """Bytes of global cache (main entries and index keys) that a token adds: 890 for the released config packed."""
 
     def nbytes(storage: Storage, channels: int) -> int:
-        width, dtype = storage.row(channels, num.dtype)
+        width, dtype = storage.row(channels, numerics.dtype)
         return width * dtype.itemsize
 
-    entry = nbytes(num.main, cfg.head_dim) + nbytes(num.index, cfg.index_head_dim)
+    entry = nbytes(numerics.main, cfg.head_dim) + nbytes(numerics.index, cfg.index_head_dim)
     return sum(entry / plan.ratio for plan in cfg.layers if plan.owns_kv)
 
 
@@ -135,28 +137,33 @@ class Span:
     replay: bool = field(default=False, metadata={"static": True})
 
     @classmethod
-    def after(cls, length: Int32[Array, " B"], count: Int32[Array, " B"], tokens: int, *, replay: bool = False) -> Span:
+    def after(
+        cls, length: Int32[HostOrDevice, " B"], count: Int32[HostOrDevice, " B"], tokens: int, *, replay: bool = False
+    ) -> Span:
         """The `count` tokens that follow `length` earlier ones, in arrays padded to `tokens`."""
-        return cls(length, count, length[:, None] + jnp.arange(tokens, dtype=jnp.int32), replay)
+        start, count = jnp.asarray(length), jnp.asarray(count)
+        return cls(start, count, start[:, None] + jnp.arange(tokens, dtype=jnp.int32), replay)
 
     @property
     def end(self) -> Int32[Array, " B"]:
         return self.start + self.count
 
 
-def cached_rows(
+def stored(
     x: Float[Array, "B K H"],
-    norm: RMSNorm | None,
+    norm: Float[Array, " H"] | None,
     positions: Int32[Array, "B K"],
     freqs: Float32[np.ndarray, " pairs"],
     storage: Storage,
-    num: Numerics,
+    *,
+    eps: float,
+    numerics: Numerics,
 ) -> Shaped[Array, "B K row"]:
-    """What a cache keeps of x: normed (where it is not yet), rotated by its positions, and quantized."""
+    """What a cache keeps of x: normed (where it is not yet: `norm` is the weight), rotated, and quantized."""
     if storage.layout is not None:
-        weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
-        return pack(x, positions, jnp.asarray(freqs), weight, eps=eps, layout=storage.layout, backend=num.backend)
-    return storage.pack(rotate(x if norm is None else norm(x, num), positions, freqs))
+        layout, backend = storage.layout, numerics.backend
+        return pack(x, positions, jnp.asarray(freqs), norm, eps=eps, layout=layout, backend=backend)
+    return storage.pack(turned(x, positions, jnp.asarray(freqs), norm, eps=eps))
 
 
 def window_ids(span: Span, window: int, ring: int) -> Int32[Array, "B T W"]:

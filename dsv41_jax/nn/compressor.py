@@ -7,6 +7,7 @@ Groups do not overlap and carry no positional bias. The tokens of an unfinished 
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ from pallas_kernels.formats import cast
 
 def group_positions(span: Span, ratio: int, tokens: int) -> tuple[Int32[Array, "B K r"], Bool[Array, "B K"]]:
     """Positions of the groups that a call of `tokens` may finish, the open one first, and which it does finish."""
-    most = -(-(tokens + ratio - 1) // ratio)
-    group = (span.start // ratio)[:, None] + jnp.arange(most, dtype=jnp.int32)
+    limit = -(-(tokens + ratio - 1) // ratio)
+    group = (span.start // ratio)[:, None] + jnp.arange(limit, dtype=jnp.int32)
     position = group[..., None] * ratio + jnp.arange(ratio, dtype=jnp.int32)
     return position, position[..., -1] < span.end[:, None]
 
@@ -44,23 +45,35 @@ def pool(kv: Float32[Array, "*lead r H"], gate: Float32[Array, "*lead r H"]) -> 
     return jnp.sum(jax.nn.softmax(gate, axis=-2) * kv, axis=-2)
 
 
+class Compressed(NamedTuple):
+    """Latents, of which the first `finished` of each row are whole, and the cache in which the rest waits. Latent k is
+    that of entry start // ratio + k."""
+
+    latent: Float[Array, "B K H"]
+    finished: Int32[Array, " B"]
+    cache: LayerCache
+
+
 class Compressor(nnx.Module):
+    """`wkv`, `norm`, and at a ratio above 1 `wgate`."""
+
     def __init__(self, cfg: Config, ratio: int):
-        self.ratio = ratio
         self.wkv = Linear(cfg.head_dim, cfg.hidden_size, ("latent", "width"))
         self.wgate = Linear(cfg.head_dim, cfg.hidden_size, ("latent", "width")) if ratio > 1 else None
-        self.norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, "latent")
+        self.norm = RMSNorm(cfg.head_dim, "latent")
 
+    @jax.named_scope("compressor")
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, num: Numerics
-    ) -> tuple[Float[Array, "B K H"], Int32[Array, " B"], LayerCache]:
-        """(latents, how many of them are finished, the cache that waits on). Latent k is entry start // ratio + k."""
+        self, x: Float[Array, "B T D"], cache: LayerCache, span: Span, *, ratio: int, eps: float, numerics: Numerics
+    ) -> Compressed:
+        """The latents of the groups that these tokens may finish."""
         if self.wgate is None:
-            return self.norm(self.wkv(x, num), num), span.count, cache
+            return Compressed(self.norm(self.wkv(x, numerics), eps, numerics), span.count, cache)
         kv, gate = (product_f32(x, w.weight[...]) for w in (self.wkv, self.wgate))
-        position, finished = group_positions(span, self.ratio, x.shape[1])
+        position, finished = group_positions(span, ratio, x.shape[1])
         latent = pool(*(rows_at(*rows, position, span) for rows in ((cache.open_kv, kv), (cache.open_gate, gate))))
         cache = replace(
             cache, open_kv=push_ring(cache.open_kv, kv, span), open_gate=push_ring(cache.open_gate, gate, span)
         )
-        return self.norm(cast(latent, num.dtype), num), jnp.sum(finished, axis=1, dtype=jnp.int32), cache
+        normed = self.norm(cast(latent, numerics.dtype), eps, numerics)
+        return Compressed(normed, jnp.sum(finished, axis=1, dtype=jnp.int32), cache)

@@ -15,31 +15,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from dsv41_jax.config import WINDOW, Config, LayerPlan
-from dsv41_jax.nn.block import Block, expand
-from dsv41_jax.nn.cache import Span, push_ring
+from dsv41_jax.config import Config, LayerPlan
+from dsv41_jax.nn.attention import Shared
+from dsv41_jax.nn.block import Block, Streams, collapse, to_streams
+from dsv41_jax.nn.cache import HostOrDevice, Span, push_ring
 from dsv41_jax.nn.linear import Linear, QuantizedLinear, product_f32
 from dsv41_jax.nn.norm import RMSNorm
 from dsv41_jax.numerics import Numerics
-from pallas_kernels import mhc
 from pallas_kernels.formats import cast
 
 Choose = Callable[[Float32[Array, "B V"], int], Int32[Array, " B"]]
 
 
 class MarkovHead(nnx.Module):
+    """What the previous token adds to the logits, at low rank."""
+
     def __init__(self, cfg: Config):
         self.embed = Linear(cfg.vocab_size, cfg.dspark_markov_rank, ("vocab", "rank"))
         self.head = Linear(cfg.vocab_size, cfg.dspark_markov_rank, ("vocab", "rank"))
 
 
 class ConfidenceHead(nnx.Module):
+    """The logit of trust in a guess."""
+
     def __init__(self, cfg: Config):
         self.proj = Linear(1, cfg.hidden_size + cfg.dspark_markov_rank, ("heads", "width"))
 
@@ -56,50 +61,55 @@ def block_ids(positions: Int32[Array, "B K"], window: int, ring: int) -> Int32[A
 class DraftStage(Block):
     """A window-only block with experts of its own; the first stage fuses the input, the last one has the heads."""
 
-    def __init__(self, cfg: Config, stage: int):
-        plan = LayerPlan(cfg.num_hidden_layers + stage, WINDOW, 0)
-        super().__init__(cfg, plan, cfg.dspark_n_routed_experts, cfg.dspark_num_experts_per_tok)
-        if stage == 0:
+    def __init__(self, cfg: Config, plan: LayerPlan):
+        super().__init__(cfg, plan)
+        if plan == cfg.draft_stages[0]:
             features = len(cfg.dspark_target_layer_ids) * cfg.hidden_size
             self.main_proj = QuantizedLinear(cfg.hidden_size, features, ("width", "hidden"))
-            self.main_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        if stage == cfg.num_nextn_predict_layers - 1:
-            self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+            self.main_norm = RMSNorm(cfg.hidden_size)
+        if plan == cfg.draft_stages[-1]:
+            self.norm = RMSNorm(cfg.hidden_size)
             self.markov_head = MarkovHead(cfg)
             self.confidence_head = ConfidenceHead(cfg)
 
     def draft(
         self,
-        x: Float[Array, "B K M D"],
-        mix: Float32[Array, "B K M"],
+        streams: Streams,
         ring: Shaped[Array, "B R row"],
         positions: Int32[Array, "B K"],
-        num: Numerics,
-    ) -> tuple[Float[Array, "B K M D"], Float32[Array, "B K M"]]:
-        """(streams, next mix) of the block's positions, which all see each other and the ring before them."""
-        ids = block_ids(positions, self.cfg.sliding_window, ring.shape[1])
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
+    ) -> Streams:
+        """The streams of the block's positions, which all see each other and the ring before them."""
+        how: dict[str, Any] = {"plan": plan, "cfg": cfg, "numerics": numerics}
+        site = self.attention_site(streams.x, cfg=cfg, numerics=numerics)
+        read = self.attention_input(streams, cfg=cfg, numerics=numerics)
+        with jax.named_scope("attn"):
+            ids = block_ids(positions, cfg.sliding_window, ring.shape[1])
+            _, q = self.attn.queries(read, positions, **how)
+            seen = jnp.concatenate([ring, self.attn.window_kv(read, positions, **how)], axis=1)
+            o = self.attn.read(q, seen, ids, Shared(), positions, **how)
+            y = self.attn.project_out(o, cfg=cfg, numerics=numerics)
+        return self.finish(streams.x, y, site, None, **how)[0]
 
-        def attend(y: Array) -> tuple[Array, None]:
-            _, q = self.attn.queries(y, positions, num)
-            seen = jnp.concatenate([ring, self.attn.window_rows(y, positions, num)], axis=1)
-            return self.attn.project_out(self.attn.read(q, seen, ids, None, None, positions, num), num), None
 
-        x, mix, _, _ = self.sites(x, mix, attend, None, num)
-        return x, mix
-
-
-def observe(
+@jax.named_scope("mtp")
+def write_draft_rings(
     stages: Sequence[DraftStage],
     features: Float[Array, "B T K"],
     rings: Sequence[Shaped[Array, "B R row"]],
     span: Span,
-    num: Numerics,
+    *,
+    cfg: Config,
+    numerics: Numerics,
 ) -> tuple[Shaped[Array, "B R row"], ...]:
     """The rings after the backbone has seen these tokens: each stage's latent of main_x, not through attn_norm."""
-    main = stages[0].main_norm(stages[0].main_proj(features, num), num)
+    main = stages[0].main_norm(stages[0].main_proj(features, numerics), cfg.rms_norm_eps, numerics)
     return tuple(
-        push_ring(ring, stage.attn.window_rows(main, span.positions, num), span)
-        for stage, ring in zip(stages, rings, strict=True)
+        push_ring(ring, stage.attn.window_kv(main, span.positions, plan=plan, cfg=cfg, numerics=numerics), span)
+        for plan, stage, ring in zip(cfg.draft_stages, stages, rings, strict=True)
     )
 
 
@@ -113,16 +123,18 @@ class Drafts:
     confidence: Float32[Array, "B K"]
 
 
+@jax.named_scope("mtp")
 def draft(
     stages: Sequence[DraftStage],
     embed: Float[Array, "V D"],
     head: Float[Array, "V D"],
     rings: Sequence[Shaped[Array, "B R row"]],
-    length: Int32[Array, " B"],
+    length: Int32[HostOrDevice, " B"],
     token: Int32[Array, " B"],
     choose: Choose,
+    *,
     cfg: Config,
-    num: Numerics,
+    numerics: Numerics,
 ) -> Drafts:
     """Guess the block after `token`, which stands at position `length` and is not in any cache yet.
 
@@ -130,20 +142,21 @@ def draft(
     """
     batch, block = token.shape[0], cfg.dspark_block_size
     noise = jnp.full((batch, block - 1), cfg.dspark_noise_token_id, jnp.int32)
-    h = cast(embed[jnp.concatenate([token[:, None], noise], axis=1)], num.dtype)
-    x, mix = expand(h, cfg.hc_mult)
-    positions = length[:, None] + jnp.arange(block, dtype=jnp.int32)
-    for stage, ring in zip(stages, rings, strict=True):
-        x, mix = stage.draft(x, mix, ring, positions, num)
+    h = cast(embed[jnp.concatenate([token[:, None], noise], axis=1)], numerics.dtype)
+    streams = to_streams(h, cfg.hc_mult)
+    positions = jnp.asarray(length)[:, None] + jnp.arange(block, dtype=jnp.int32)
+    for plan, stage, ring in zip(cfg.draft_stages, stages, rings, strict=True):
+        with jax.named_scope(f"stages.{plan.id - cfg.num_hidden_layers}"):
+            streams = stage.draft(streams, ring, positions, plan=plan, cfg=cfg, numerics=numerics)
 
     last = stages[-1]
-    hidden = cast(mhc.collapse(x, mix, backend=num.backend), num.dtype)
-    base = product_f32(last.norm(hidden, num), head)
+    hidden = collapse(streams, numerics)
+    base = product_f32(last.norm(hidden, cfg.rms_norm_eps, numerics), head)
     ids, logits, confidence = [token], [], []
     for i in range(block):
-        memory = cast(last.markov_head.embed.weight[...][ids[-1]], num.dtype)
-        logits.append(base[:, i] + product_f32(memory, last.markov_head.head.weight[...]))
-        read = jnp.concatenate([hidden[:, i], memory], axis=-1)
+        previous = cast(last.markov_head.embed.weight[...][ids[-1]], numerics.dtype)
+        logits.append(base[:, i] + product_f32(previous, last.markov_head.head.weight[...]))
+        read = jnp.concatenate([hidden[:, i], previous], axis=-1)
         confidence.append(product_f32(read, last.confidence_head.proj.weight[...])[:, 0])
         ids.append(choose(logits[-1], i))
     return Drafts(*(jnp.stack(parts, axis=1) for parts in (ids[1:], logits, confidence)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
@@ -47,26 +48,31 @@ def gates(
 
 
 class Engram(nnx.Module):
-    """The device side: `wkv`, `q_weight`, `k_weight`. The table `embed` of the checkpoint stays with `Memory`."""
+    """The device side: `wkv`, `q_weight`, `k_weight`. The checkpoint's table `embed` lies with `engine.tables`."""
 
     def __init__(self, cfg: Config):
         streams, width = cfg.hc_mult, cfg.hidden_size
-        self.eps = cfg.rms_norm_eps
         self.wkv = QuantizedLinear((streams + 1) * width, cfg.engram_columns * cfg.engram_head_dim, ("width", "ngram"))
         self.q_weight = parameter((streams, width), jnp.bfloat16, ("streams", "width"))
         self.k_weight = parameter((streams, width), jnp.bfloat16, ("streams", "width"))
 
+    @jax.named_scope("engram")
     def __call__(
-        self, x: Float[Array, "B T M D"], rows: EngramRows, image: Bool[Array, "B T"] | None, num: Numerics
+        self,
+        x: Float[Array, "B T M D"],
+        rows: EngramRows,
+        image: Bool[Array, "B T"] | None,
+        *,
+        eps: float,
+        numerics: Numerics,
     ) -> tuple[Float[Array, "B T M D"], dict[str, Array]]:
         """(streams with the memory added, taps). Image positions stay as they are."""
-        values = unpack_fp8(jnp.concatenate([rows.weight, rows.scale], axis=-1), num.dtype)
-        embedded = values.reshape(*values.shape[:2], -1)
-        streams, width = x.shape[-2:]
-        kv = self.wkv(embedded, num).reshape(*x.shape[:2], streams + 1, width)
-        key, value = kv[..., :streams, :], kv[..., streams:, :]
-        gate = gates(x, key, self.q_weight[...], self.k_weight[...], eps=self.eps)
+        values = unpack_fp8(jnp.concatenate([rows.weight, rows.scale], axis=-1), numerics.dtype)
+        kv = self.wkv(rearrange(values, "b t columns width -> b t (columns width)"), numerics)
+        kv = rearrange(kv, "b t (m d) -> b t m d", d=x.shape[-1])
+        key, value = kv[..., :-1, :], kv[..., -1:, :]
+        gate = gates(x, key, self.q_weight[...], self.k_weight[...], eps=eps)
         if image is not None:
             gate = jnp.where(image[..., None], 0.0, gate)
-        out = cast(x.astype(jnp.float32) + gate[..., None] * value.astype(jnp.float32), num.dtype)
+        out = cast(x.astype(jnp.float32) + gate[..., None] * value.astype(jnp.float32), numerics.dtype)
         return out, {"engram_hash_ids": rows.ids, "engram_gate": gate, "engram_out": out}

@@ -14,11 +14,12 @@ tile at a time: the selection keeps a running best, exact whatever the tile.
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int32, Shaped
 
 from dsv41_jax.config import Config, LayerPlan
-from dsv41_jax.nn.cache import Span, cached_rows
+from dsv41_jax.nn.cache import Span, stored
 from dsv41_jax.nn.linear import Linear, QuantizedLinear
 from dsv41_jax.nn.norm import RMSNorm
 from dsv41_jax.nn.rope import layer_frequencies, rotate
@@ -37,20 +38,26 @@ class Indexer(nnx.Module):
 
     def __init__(self, cfg: Config, plan: LayerPlan):
         heads, width = cfg.index_n_heads, cfg.index_head_dim
-        self.cfg, self.plan = cfg, plan
         self.wq_b = QuantizedLinear(heads * width, cfg.q_lora_rank, ("index", "rank"))
         self.weights_proj = Linear(heads, cfg.hidden_size, ("index", "width"))
         self.wk = Linear(width, cfg.head_dim, ("index", "latent")) if plan.owns_kv else None
-        self.k_norm = RMSNorm(width, cfg.rms_norm_eps, "index") if plan.owns_kv else None
+        self.k_norm = RMSNorm(width, "index") if plan.owns_kv else None
 
+    @jax.named_scope("indexer")
     def keys(
-        self, latent: Float[Array, "B K H"], positions: Int32[Array, "B K"], num: Numerics
+        self,
+        latent: Float[Array, "B K H"],
+        positions: Int32[Array, "B K"],
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
     ) -> Shaped[Array, "B K row"]:
         """Index keys of latents (before rope) whose groups start at `positions`, as the cache keeps them."""
-        assert self.wk is not None and self.k_norm is not None
-        freqs = layer_frequencies(self.cfg, self.plan.ratio)
-        return cached_rows(self.wk(latent, num), self.k_norm, positions, freqs, num.index, num)
+        key, freqs, eps = self.wk(latent, numerics), layer_frequencies(cfg, plan.ratio), cfg.rms_norm_eps
+        return stored(key, self.k_norm.weight[...], positions, freqs, numerics.index, eps=eps, numerics=numerics)
 
+    @jax.named_scope("indexer")
     def __call__(
         self,
         x: Float[Array, "B T D"],
@@ -58,14 +65,16 @@ class Indexer(nnx.Module):
         keys: Shaped[Array, "B S row"],
         blocks: Int32[Array, "B T K"] | None,
         span: Span,
-        num: Numerics,
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
     ) -> tuple[Int32[Array, "B T C"], Int32[Array, "B T K"] | None]:
         """(selected entry ids, candidate blocks for the layers above). Ids ascend, -1 fills."""
-        cfg, plan = self.cfg, self.plan
-        query = self.wq_b(q_r, num).reshape(*q_r.shape[:2], cfg.index_n_heads, cfg.index_head_dim)
-        query = num.index(rotate(query, span.positions, layer_frequencies(cfg, plan.ratio)))
-        heads = self.weights_proj(x, num).astype(jnp.float32) * (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
-        heads = cast(heads, num.dtype)
+        query = rearrange(self.wq_b(q_r, numerics), "b t (i j) -> b t i j", i=cfg.index_n_heads)
+        query = numerics.index(rotate(query, span.positions, layer_frequencies(cfg, plan.ratio)))
+        heads = self.weights_proj(x, numerics).astype(jnp.float32) * (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
+        heads = cast(heads, numerics.dtype)
         visible = visible_entries(span, plan.ratio)
         # Ids carry no gradient; without one to follow, the selection's loop may end where the tokens do.
         query, heads, keys = jax.lax.stop_gradient((query, heads, keys))
@@ -79,7 +88,7 @@ class Indexer(nnx.Module):
             count=cfg.index_topk,
             candidates=min(cfg.candidate_topk_blocks, -(-keys.shape[1] // size)) if plan.publishes_candidates else 0,
             size=size,
-            unpack=lambda rows: num.index.unpack(rows, num.dtype),
-            backend=num.backend,
+            unpack=lambda rows: numerics.index.unpack(rows, numerics.dtype),
+            backend=numerics.backend,
         )
         return selected, found if plan.publishes_candidates else blocks

@@ -16,14 +16,15 @@ from jaxtyping import Array, Float, Float32
 
 from dsv41_jax.numerics import Numerics
 from pallas_kernels.block_linear import block_linear
-from pallas_kernels.formats import cast
+from pallas_kernels.formats import GROUP, cast
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike, axes: tuple[str | None, ...]) -> nnx.Param:
-    """A parameter of zeros that carries the names of its axes; checkpoints and initializers fill it."""
+    """A parameter of zeros that carries the names of its axes as sharding metadata; checkpoints and initializers fill
+    it, and `sharding` says where each axis lies."""
     if len(shape) != len(axes):
         raise ValueError(f"axes: {axes} do not name the dimensions of shape {shape}")
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=axes, eager_sharding=False)
 
 
 def map_parameters[Module: nnx.Module](value: Callable[[tuple[Any, ...], Any], Any], tree: Module) -> Module:
@@ -50,9 +51,9 @@ class Linear(nnx.Module):
         self.weight = parameter((out, inner), jnp.bfloat16, axes)
         self.bias = parameter((out,), jnp.bfloat16, axes[:1]) if bias else None
 
-    def __call__(self, x: Float[Array, "*lead K"], num: Numerics) -> Float[Array, "*lead N"]:
-        y = product(x, self.weight[...].astype(num.dtype))
-        return cast(y if self.bias is None else y + self.bias[...].astype(jnp.float32), num.dtype)
+    def __call__(self, x: Float[Array, "*lead K"], numerics: Numerics) -> Float[Array, "*lead N"]:
+        y = product(x, self.weight[...].astype(numerics.dtype))
+        return cast(y if self.bias is None else y + self.bias[...].astype(jnp.float32), numerics.dtype)
 
 
 class QuantizedLinear(nnx.Module):
@@ -60,7 +61,7 @@ class QuantizedLinear(nnx.Module):
 
     def __init__(self, out: int, inner: int, axes: tuple[str, str]):
         self.weight = parameter((out, inner), jnp.float8_e4m3fn, axes)
-        self.scale = parameter((-(-out // 32), -(-inner // 32)), jnp.float8_e8m0fnu, axes)
+        self.scale = parameter((-(-out // GROUP), -(-inner // GROUP)), jnp.float8_e8m0fnu, axes)
 
-    def __call__(self, x: Float[Array, "*lead K"], num: Numerics) -> Float[Array, "*lead N"]:
-        return block_linear(num.activation(x), self.weight[...], self.scale[...], backend=num.backend)
+    def __call__(self, x: Float[Array, "*lead K"], numerics: Numerics) -> Float[Array, "*lead N"]:
+        return block_linear(numerics.activation(x), self.weight[...], self.scale[...], backend=numerics.backend)

@@ -11,13 +11,14 @@ up projection is clamped on both sides.
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from dsv41_jax.config import Config
+from dsv41_jax.config import Config, LayerPlan
 from dsv41_jax.nn.linear import QuantizedLinear, parameter, product_f32
 from dsv41_jax.numerics import Numerics
-from pallas_kernels.formats import cast
+from pallas_kernels.formats import GROUP, cast
 from pallas_kernels.grouped_matmul import experts, swiglu
 
 
@@ -33,10 +34,12 @@ def route(
 
 
 class Gate(nnx.Module):
+    """The router. The axis of its scores has a name of its own: it stays whole where experts are split."""
+
     def __init__(self, cfg: Config, experts: int):
-        self.weight = parameter((experts, cfg.hidden_size), jnp.bfloat16, ("experts", "width"))
-        self.bias = parameter((experts,), jnp.float32, ("experts",))
-        self.bias_vl = parameter((experts,), jnp.float32, ("experts",)) if cfg.has_vision else None
+        self.weight = parameter((experts, cfg.hidden_size), jnp.bfloat16, ("routes", "width"))
+        self.bias = parameter((experts,), jnp.float32, ("routes",))
+        self.bias_vl = parameter((experts,), jnp.float32, ("routes",)) if cfg.has_vision else None
 
 
 class ExpertWeights(nnx.Module):
@@ -44,13 +47,15 @@ class ExpertWeights(nnx.Module):
 
     def __init__(self, count: int, out: int, inner: int, axes: tuple[str, str]):
         self.weight = parameter((count, out, inner // 2), jnp.uint8, ("experts", *axes))
-        self.scale = parameter((count, out, inner // 32), jnp.float8_e8m0fnu, ("experts", *axes))
+        self.scale = parameter((count, out, inner // GROUP), jnp.float8_e8m0fnu, ("experts", *axes))
 
     def pair(self) -> tuple[Array, Array]:
         return self.weight[...], self.scale[...]
 
 
 class Experts(nnx.Module):
+    """The routed experts of a layer, each matrix of all of them stacked."""
+
     def __init__(self, cfg: Config, count: int):
         hidden, width = cfg.moe_intermediate_size, cfg.hidden_size
         self.w1 = ExpertWeights(count, hidden, width, ("hidden", "width"))
@@ -59,48 +64,61 @@ class Experts(nnx.Module):
 
 
 class SharedExpert(nnx.Module):
+    """The expert that every token passes through, in FP8."""
+
     def __init__(self, cfg: Config):
         hidden, width = cfg.moe_intermediate_size, cfg.hidden_size
-        self.limit = cfg.swiglu_limit
         self.w1 = QuantizedLinear(hidden, width, ("hidden", "width"))
         self.w2 = QuantizedLinear(width, hidden, ("width", "hidden"))
         self.w3 = QuantizedLinear(hidden, width, ("hidden", "width"))
 
-    def __call__(self, x: Float[Array, "*lead D"], num: Numerics) -> Float[Array, "*lead D"]:
-        gate, up = (w(x, num).astype(jnp.float32) for w in (self.w1, self.w3))
-        return self.w2(cast(swiglu(gate, up, self.limit), num.dtype), num)
+    @jax.named_scope("shared_experts")
+    def __call__(self, x: Float[Array, "*lead D"], *, limit: float, numerics: Numerics) -> Float[Array, "*lead D"]:
+        gate, up = (w(x, numerics).astype(jnp.float32) for w in (self.w1, self.w3))
+        return self.w2(cast(swiglu(gate, up, limit), numerics.dtype), numerics)
 
 
 class MoE(nnx.Module):
-    """`count` routed experts, `per_token` of them active, and the shared one."""
+    """A router over `count` experts, those experts, and the shared one."""
 
-    def __init__(self, cfg: Config, count: int, per_token: int):
-        self.cfg, self.per_token = cfg, per_token
+    def __init__(self, cfg: Config, count: int):
         self.gate = Gate(cfg, count)
         self.experts = Experts(cfg, count)
         self.shared_experts = SharedExpert(cfg)
 
+    @jax.named_scope("ffn")
     def __call__(
-        self, x: Float[Array, "B T D"], image: Bool[Array, "B T"] | None, num: Numerics
+        self,
+        x: Float[Array, "B T D"],
+        image: Bool[Array, "B T"] | None,
+        *,
+        plan: LayerPlan,
+        cfg: Config,
+        numerics: Numerics,
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
         """(output, taps). `image` marks positions inside image spans (None: there are none)."""
-        cfg, flat = self.cfg, x.reshape(-1, x.shape[-1])
+        flat = rearrange(x, "b t d -> (b t) d")
         bias = self.gate.bias[...][None]
         if image is not None and self.gate.bias_vl is not None:
-            bias = jnp.where(image.reshape(-1, 1), self.gate.bias_vl[...], bias)
-        logits = product_f32(flat, self.gate.weight[...])
-        ids, weights = route(logits, bias, per_token=self.per_token, scale=cfg.routed_scaling_factor)
-        routed = experts(
-            flat,
-            ids,
-            weights,
-            self.experts.w1.pair(),
-            self.experts.w2.pair(),
-            self.experts.w3.pair(),
-            limit=cfg.swiglu_limit,
-            round_input=num.activation,
-            backend=num.backend,
+            bias = jnp.where(rearrange(image, "b t -> (b t) 1"), self.gate.bias_vl[...], bias)
+        with jax.named_scope("gate"):
+            logits = product_f32(flat, self.gate.weight[...])
+            ids, weights = route(logits, bias, per_token=plan.experts_per_token, scale=cfg.routed_scaling_factor)
+        with jax.named_scope("experts"):
+            routed = experts(
+                flat,
+                ids,
+                weights,
+                self.experts.w1.pair(),
+                self.experts.w2.pair(),
+                self.experts.w3.pair(),
+                limit=cfg.swiglu_limit,
+                round_input=numerics.activation,
+                backend=numerics.backend,
+            )
+        shared = self.shared_experts(flat, limit=cfg.swiglu_limit, numerics=numerics)
+        y, ids, weights = (
+            rearrange(v, "(b t) c -> b t c", b=x.shape[0])
+            for v in (cast(routed + shared.astype(jnp.float32), numerics.dtype), ids, weights)
         )
-        y = cast(routed + self.shared_experts(flat, num).astype(jnp.float32), num.dtype).reshape(x.shape)
-        shape = (*x.shape[:2], self.per_token)
-        return y, {"ffn_out": y, "moe_experts": ids.reshape(shape), "moe_weights": weights.reshape(shape)}
+        return y, {"ffn_out": y, "moe_experts": ids, "moe_weights": weights}

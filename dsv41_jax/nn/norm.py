@@ -1,4 +1,4 @@
-"""The norm as a module: weight and eps of `pallas_kernels.norm.rmsnorm` (config rms_norm_eps)."""
+"""The norm as a module: the weight of `pallas_kernels.norm.rmsnorm`."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,9 +10,10 @@ from pallas_kernels.norm import rmsnorm
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, width: int, eps: float, axis: str = "width"):
-        self.weight = parameter((width,), jnp.bfloat16, (axis,))
-        self.eps = eps
+    """`weight` [K]; eps comes with the call: config key `rms_norm_eps`, and 1e-6 in the vision tower."""
 
-    def __call__(self, x: Float[Array, "*lead K"], num: Numerics) -> Float[Array, "*lead K"]:
-        return rmsnorm(x, self.weight[...], eps=self.eps, dtype=num.dtype)
+    def __init__(self, width: int, axis: str = "width"):
+        self.weight = parameter((width,), jnp.bfloat16, (axis,))
+
+    def __call__(self, x: Float[Array, "*lead K"], eps: float, numerics: Numerics) -> Float[Array, "*lead K"]:
+        return rmsnorm(x, self.weight[...], eps=eps, dtype=numerics.dtype)

@@ -14,18 +14,18 @@ window exact; the paper's definition, followed here, truncates it too.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Float32
 
 from dsv41_jax.config import Config
+from dsv41_jax.nn.block import Streams
 from dsv41_jax.nn.cache import Cache, Span, push_ring
-from dsv41_jax.nn.engram import EngramRows
-from dsv41_jax.nn.transformer import Transformer, enter, leave, through
-from dsv41_jax.nn.vision import ImageInput
+from dsv41_jax.nn.transformer import Call, Output, Transformer, embed, logits, run_layers
 from dsv41_jax.numerics import Numerics
 
 
@@ -53,50 +53,42 @@ def cut(cfg: Config) -> int:
     return layer
 
 
-def init_tail(cfg: Config, batch: int, num: Numerics) -> Tail:
+def init_tail(cfg: Config, batch: int, numerics: Numerics) -> Tail:
     """An empty tail for `batch` sequences."""
     window, streams = cfg.sliding_window, cfg.hc_mult
     return Tail(
-        jnp.zeros((batch, window, streams * cfg.hidden_size), num.dtype),
+        jnp.zeros((batch, window, streams * cfg.hidden_size), numerics.dtype),
         jnp.zeros((batch, window, streams), jnp.float32),
         jnp.zeros((batch, window, 1), bool),
     )
 
 
-def encode(
-    params: Transformer,
-    tokens: Int32[Array, "B T"],
-    cache: Cache,
-    tail: Tail,
-    cfg: Config,
-    *,
-    num: Numerics,
-    count: Int32[Array, " B"],
-    rows: Sequence[EngramRows] = (),
-    image: ImageInput | None = None,
+def run_below_cut(
+    params: Transformer, call: Call, cache: Cache, tail: Tail, *, cfg: Config, numerics: Numerics
 ) -> tuple[Cache, Tail]:
     """The layers below the cut, and the cut's entries, for a chunk of a prompt: (cache, tail) after it."""
-    last = cut(cfg)
-    span = Span.after(cache.length, count, tokens.shape[1])
-    memory = dict(zip(cfg.engram_layer_ids, rows, strict=True))
-    mask = None if image is None else image.mask
-    x, mix = enter(params, tokens, image, cfg, num)
-    x, mix, cache, _ = through(params, cfg.layers[:last], x, mix, cache, span, num, rows=memory, image=mask)
-    layers = list(cache.layers)
-    x, layers[last] = params.layers[last].store(x, mix, layers[last], span, num, rows=memory.get(last), image=mask)
-    inside = jnp.zeros(tokens.shape, bool) if mask is None else mask
+    last, span = cut(cfg), call.span(cache.length)
+    how: dict[str, Any] = {"cfg": cfg, "numerics": numerics}
+    streams = embed(params, call, **how)
+    engram, image = call.engram_of(cfg), call.image_mask
+    below = cfg.layers[:last]
+    streams, cache, _ = run_layers(params, below, streams, cache, span, engram=engram, image=image, **how)
+    with jax.named_scope(f"layers.{last}"):
+        streams, state = params.layers[last].store(
+            streams, cache.layers[last], span, plan=cfg.layers[last], engram=engram.get(last), image=image, **how
+        )
+    inside = jnp.zeros(call.tokens.shape, bool) if image is None else image
     tail = Tail(
-        push_ring(tail.x, x.reshape(*x.shape[:2], -1), span),
-        push_ring(tail.mix, mix, span),
+        push_ring(tail.x, rearrange(streams.x, "b t m d -> b t (m d)"), span),
+        push_ring(tail.mix, streams.mix, span),
         push_ring(tail.image, inside[..., None], span),
     )
-    return Cache(span.end, cache.history, tuple(layers), cache.drafts, cache.capacity), tail
+    layers = (*cache.layers[:last], state, *cache.layers[last + 1 :])
+    return replace(cache, length=span.end, layers=layers), tail
 
 
-def decode(
-    params: Transformer, cache: Cache, tail: Tail, cfg: Config, *, num: Numerics
-) -> tuple[Float32[Array, "B 1 V"], Cache]:
-    """The cut and the layers above it, on the last W tokens: (logits behind each row's last token, cache)."""
+def run_above_cut(params: Transformer, cache: Cache, tail: Tail, *, cfg: Config, numerics: Numerics) -> Output:
+    """The cut and the layers above it, on the last W tokens: logits [B, 1, V] behind each row's last token."""
     window = cfg.sliding_window
     count = jnp.minimum(cache.length, window)
     span = Span.after(cache.length - count, count, window, replay=True)
@@ -104,10 +96,9 @@ def decode(
     def in_order(ring: Array) -> Array:
         return jnp.take_along_axis(ring, (span.positions % window)[..., None], axis=1)
 
-    x = in_order(tail.x).reshape(*span.positions.shape, cfg.hc_mult, cfg.hidden_size)
+    x = rearrange(in_order(tail.x), "b w (m d) -> b w m d", m=cfg.hc_mult)
     image = in_order(tail.image)[..., 0] if cfg.has_vision else None
-    x, mix, cache, taps = through(
-        params, cfg.layers[cut(cfg) :], x, in_order(tail.mix), cache, span, num, rows={}, image=image
-    )
-    logits, cache, _ = leave(params, x, mix, taps, cache, span, cfg, num, last_only=True)
-    return logits, cache
+    streams, above = Streams(x, in_order(tail.mix)), cfg.layers[cut(cfg) :]
+    how: dict[str, Any] = {"cfg": cfg, "numerics": numerics}
+    streams, cache, taps = run_layers(params, above, streams, cache, span, engram={}, image=image, **how)
+    return logits(params, streams, cache, span, taps, last_only=True, **how)

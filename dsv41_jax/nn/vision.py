@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -29,7 +30,7 @@ def rotate_2d(x: Float[Array, "P N H"], places: Int32[Array, "P 2"], theta: floa
     """Rotary over rows and columns, half-split pairing."""
     half = x.shape[-1] // 2
     angles = places.astype(jnp.float32)[..., None] * frequencies(half, theta)
-    angles = angles.reshape(places.shape[0], 1, half)
+    angles = rearrange(angles, "p places pairs -> p 1 (places pairs)")
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -41,22 +42,30 @@ def _add(x: Float[Array, "P X"], y: Float[Array, "P X"]) -> Float[Array, "P X"]:
 
 
 class VisionAttention(nnx.Module):
+    """All live patches see each other."""
+
     def __init__(self, cfg: Config):
         width = cfg.vision_hidden_size
-        self.heads, self.theta = cfg.vision_num_attention_heads, cfg.vision_rope_theta
         self.wqkv = Linear(3 * width, width, ("heads", "width"), bias=True)
         self.wo = Linear(width, width, ("width", "heads"), bias=True)
 
+    @jax.named_scope("attn")
     def __call__(
-        self, x: Float[Array, "P X"], places: Int32[Array, "P 2"], live: Bool[Array, " P"], num: Numerics
+        self,
+        x: Float[Array, "P X"],
+        places: Int32[Array, "P 2"],
+        live: Bool[Array, " P"],
+        *,
+        cfg: Config,
+        numerics: Numerics,
     ) -> Float[Array, "P X"]:
-        qkv = self.wqkv(x, num).reshape(x.shape[0], 3, self.heads, -1)
-        q, k = (rotate_2d(qkv[:, part], places, self.theta) for part in (0, 1))
+        q, k, v = rearrange(self.wqkv(x, numerics), "p (k n h) -> k p n h", k=3, n=cfg.vision_num_attention_heads)
+        q, k = (rotate_2d(part, places, cfg.vision_rope_theta) for part in (q, k))
         scores = jnp.einsum("qnh,knh->nqk", q, k, precision="highest", preferred_element_type=jnp.float32)
         p = jax.nn.softmax(jnp.where(live, scores * q.shape[-1] ** -0.5, -jnp.inf), axis=-1)
-        values = jnp.where(live[:, None, None], qkv[:, 2].astype(jnp.float32), 0.0)  # 0 * NaN is NaN
+        values = jnp.where(live[:, None, None], v.astype(jnp.float32), 0.0)  # 0 * NaN is NaN
         o = jnp.einsum("nqk,knh->qnh", p, values, precision="highest")
-        return self.wo(cast(o, num.dtype).reshape(x.shape), num)
+        return self.wo(rearrange(cast(o, numerics.dtype), "p n h -> p (n h)"), numerics)
 
 
 class VisionMLP(nnx.Module):
@@ -66,27 +75,38 @@ class VisionMLP(nnx.Module):
         self.w1 = Linear(2 * hidden, width, ("hidden", "width"))
         self.w2 = Linear(width, hidden, ("width", "hidden"))
 
-    def __call__(self, x: Float[Array, "P X"], num: Numerics) -> Float[Array, "P X"]:
-        gate, up = jnp.split(self.w1(x, num).astype(jnp.float32), 2, axis=-1)
-        gate = cast(jax.nn.silu(gate), num.dtype).astype(jnp.float32)
-        return self.w2(cast(gate * up, num.dtype), num)
+    @jax.named_scope("mlp")
+    def __call__(self, x: Float[Array, "P X"], numerics: Numerics) -> Float[Array, "P X"]:
+        gate, up = jnp.split(self.w1(x, numerics).astype(jnp.float32), 2, axis=-1)
+        gate = cast(jax.nn.silu(gate), numerics.dtype).astype(jnp.float32)
+        return self.w2(cast(gate * up, numerics.dtype), numerics)
 
 
 class VisionBlock(nnx.Module):
+    """One layer of the tower."""
+
     def __init__(self, cfg: Config):
-        self.norm1 = RMSNorm(cfg.vision_hidden_size, EPS)
+        self.norm1 = RMSNorm(cfg.vision_hidden_size)
         self.attn = VisionAttention(cfg)
-        self.norm2 = RMSNorm(cfg.vision_hidden_size, EPS)
+        self.norm2 = RMSNorm(cfg.vision_hidden_size)
         self.mlp = VisionMLP(cfg.vision_hidden_size, cfg.vision_intermediate_size)
 
     def __call__(
-        self, x: Float[Array, "P X"], places: Int32[Array, "P 2"], live: Bool[Array, " P"], num: Numerics
+        self,
+        x: Float[Array, "P X"],
+        places: Int32[Array, "P 2"],
+        live: Bool[Array, " P"],
+        *,
+        cfg: Config,
+        numerics: Numerics,
     ) -> Float[Array, "P X"]:
-        x = _add(x, self.attn(self.norm1(x, num), places, live, num))
-        return _add(x, self.mlp(self.norm2(x, num), num))
+        x = _add(x, self.attn(self.norm1(x, EPS, numerics), places, live, cfg=cfg, numerics=numerics))
+        return _add(x, self.mlp(self.norm2(x, EPS, numerics), numerics))
 
 
 class PatchEmbed(nnx.Module):
+    """The projection of a flattened patch."""
+
     def __init__(self, cfg: Config):
         self.proj = Linear(cfg.vision_hidden_size, 3 * cfg.vision_patch_size**2, ("width", "patch"), bias=True)
 
@@ -97,15 +117,23 @@ class Vision(nnx.Module):
     def __init__(self, cfg: Config):
         self.patch_embed = PatchEmbed(cfg)
         self.blocks = nnx.List([VisionBlock(cfg) for _ in range(cfg.vision_num_hidden_layers)])
-        self.norm = RMSNorm(cfg.vision_hidden_size, EPS)
+        self.norm = RMSNorm(cfg.vision_hidden_size)
 
+    @jax.named_scope("vision")
     def __call__(
-        self, patches: Float[Array, "P K"], places: Int32[Array, "P 2"], live: Bool[Array, " P"], num: Numerics
+        self,
+        patches: Float[Array, "P K"],
+        places: Int32[Array, "P 2"],
+        live: Bool[Array, " P"],
+        *,
+        cfg: Config,
+        numerics: Numerics,
     ) -> Float[Array, "P X"]:
-        x = self.patch_embed.proj(cast(patches, num.dtype), num)
-        for block in self.blocks:
-            x = block(x, places, live, num)
-        return self.norm(x, num)
+        x = self.patch_embed.proj(cast(patches, numerics.dtype), numerics)
+        for number, block in enumerate(self.blocks):
+            with jax.named_scope(f"blocks.{number}"):
+                x = block(x, places, live, cfg=cfg, numerics=numerics)
+        return self.norm(x, EPS, numerics)
 
 
 class Aligner(nnx.Module):
@@ -116,13 +144,14 @@ class Aligner(nnx.Module):
         self.w1 = Linear(cfg.hidden_size, window, ("width", "patch"), bias=True)
         self.w2 = Linear(cfg.hidden_size, cfg.hidden_size, ("width", "width"), bias=True)
 
+    @jax.named_scope("aligner")
     def __call__(
-        self, x: Float[Array, "P X"], windows: Int32[Array, "cells square"], num: Numerics
+        self, x: Float[Array, "P X"], windows: Int32[Array, "cells square"], numerics: Numerics
     ) -> Float[Array, "cells D"]:
         taken = jnp.where((windows >= 0)[..., None], x[jnp.maximum(windows, 0)], jnp.zeros((), x.dtype))
-        unfolded = taken.swapaxes(1, 2).reshape(windows.shape[0], -1)
-        hidden = jax.nn.gelu(self.w1(unfolded, num).astype(jnp.float32), approximate=False)
-        return self.w2(cast(hidden, num.dtype), num)
+        unfolded = rearrange(taken, "cells square x -> cells (x square)")
+        hidden = jax.nn.gelu(self.w1(unfolded, numerics).astype(jnp.float32), approximate=False)
+        return self.w2(cast(hidden, numerics.dtype), numerics)
 
 
 def delimiter(cfg: Config) -> nnx.Param:
@@ -133,24 +162,24 @@ def delimiter(cfg: Config) -> nnx.Param:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ImageInput:
-    """Image spans of a call: `mask` marks their positions, `rows` holds their embeddings there."""
+    """Image spans of a call: `mask` marks their positions, `embeddings` holds what stands there."""
 
     mask: Bool[Array, "B T"]
-    rows: Float[Array, "B T D"]
+    embeddings: Float[Array, "B T D"]
 
     def part(self, first: int, last: int) -> "ImageInput":
         """Positions first .. last - 1, for a call with a part of the tokens; no image past the end."""
         short = ((0, 0), (0, max(0, last - self.mask.shape[1])))
-        mask, rows = self.mask[:, first:last], self.rows[:, first:last]
-        return ImageInput(jnp.pad(mask, short), jnp.pad(rows, (*short, (0, 0))))
+        mask, embeddings = self.mask[:, first:last], self.embeddings[:, first:last]
+        return ImageInput(jnp.pad(mask, short), jnp.pad(embeddings, (*short, (0, 0))))
 
     def take(self, place: Int32[Array, "B K"] | np.ndarray) -> "ImageInput":
         """The positions `place` of each row."""
-        rows = jnp.take_along_axis(self.rows, jnp.asarray(place)[..., None], axis=1)
-        return ImageInput(jnp.take_along_axis(self.mask, jnp.asarray(place), axis=1), rows)
+        embeddings = jnp.take_along_axis(self.embeddings, jnp.asarray(place)[..., None], axis=1)
+        return ImageInput(jnp.take_along_axis(self.mask, jnp.asarray(place), axis=1), embeddings)
 
 
-def encode(
+def embed_patches(
     vision: Vision,
     aligner: Aligner,
     patches: Float[Array, "P K"],
@@ -158,8 +187,10 @@ def encode(
     windows: Int32[Array, "cells square"],
     count: Int32[Array, ""],
     *,
-    num: Numerics,
+    cfg: Config,
+    numerics: Numerics,
 ) -> tuple[Float[Array, "P X"], Float[Array, "cells D"]]:
     """(tower output, aligner output) of one image whose first `count` patches are live."""
-    features = vision(patches, places, jnp.arange(patches.shape[0]) < count, num)
-    return features, aligner(features, windows, num)
+    live = jnp.arange(patches.shape[0]) < count
+    features = vision(patches, places, live, cfg=cfg, numerics=numerics)
+    return features, aligner(features, windows, numerics)

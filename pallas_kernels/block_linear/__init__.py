@@ -1,4 +1,4 @@
-"""Dense linear layers whose weights stay FP8: E4M3 with one E8M0 scale per 32x32 block (paper 2.5; facts 2)."""
+"""Dense linear layers whose weights stay FP8: E4M3 with one E8M0 scale per 32x32 block (paper 2.5)."""
 
 import jax
 from jaxtyping import Array, Float, Shaped

@@ -6,16 +6,13 @@ times the bytes: 109 us for 1280 -> 32768 with 64 rows on an H200, where the flo
 **Numerics.** E4M3 times a power of two is exact in bfloat16; products and sums are float32, rounded once. With `splits`
 the columns are summed in parts, and those in ascending order. E4M3 NaN codes read as 480.
 
-**Tiling.** `grouped_matmul.stream`, whose experts are the row blocks of `block_diagonal`, one of a whole matrix: a
-block of threads takes 256 rows of the matrix, 128 for each
-multiplying warpgroup, and all rows of x up to the tile's width. A matrix of fewer rows than `blocks` x 256 would leave
-multiprocessors idle, so its columns are split, and XLA adds the parts. Many rows of x: neighbouring blocks of threads
-share rows of the matrix and take turns over x.
+**Tiling.** `hopper.stream`, whose experts are the row blocks of `block_diagonal`, one of a whole matrix: a block of
+threads takes 256 rows of the matrix, 128 for each multiplying warpgroup, and all rows of x up to the tile's width. A
+matrix of fewer rows than `blocks` x 256 would leave multiprocessors idle, so its columns are split, and XLA adds the
+parts. Many rows of x: neighbouring blocks of threads share rows of the matrix and take turns over x.
 
-Backend: Mosaic GPU, for the reasons in `stream`. On an H200: 15.9 us for 64 rows of 1280 -> 32768 (10.9 are bytes, the
-rest launch and first loads; 3 stages instead of 4 16.5, 2 18.1), 662 TFLOP/s for 8,192 rows. FP8 operands of `wgmma`
-were not taken: x would have to be FP8 too, a scale per 32 columns would leave one instruction to each float32
-accumulator, and few rows are bytes anyway.
+Backend: Mosaic GPU, for the reasons in `stream`. FP8 operands of `wgmma` are not taken: x would have to be FP8 too, a
+scale per 32 columns would leave one instruction to each float32 accumulator, and few rows are bytes anyway.
 
 No gradient: the reference has one.
 """
@@ -29,9 +26,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import BackendError
-from pallas_kernels.grouped_matmul.fragments import CHUNK, FP8, ROWS
-from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.hopper.fragments import CHUNK, FP8, ROWS
+from pallas_kernels.hopper.stream import Plan, Tile, stream
+from pallas_kernels.target import choose_tile, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -42,18 +39,21 @@ class Tiles:
     many: Tile
 
 
-H200 = Tiles(Tile((16, 32, 64), chunks=1, stages=4), Tile((128,), chunks=1, stages=3))
+H200 = Tiles(
+    few=Tile(widths=(16, 32, 64), chunks=1, stages=4),
+    many=Tile(widths=(128,), chunks=1, stages=3),
+)
 B300 = Tiles(
-    Tile((16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=148),
-    Tile((64,), chunks=1, stages=4, wgmma=False, blocks=148),
+    few=Tile(widths=(16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=multiprocessors("sm_103")),
+    many=Tile(widths=(64,), chunks=1, stages=4, wgmma=False, blocks=multiprocessors("sm_103")),
 )
 
 
 def splits_of(rows: int, columns: int, tile: Tile) -> int:
     """Parts of the columns: as many as give each block of threads at most one item, of two steps at least."""
     steps = columns // (CHUNK * tile.chunks)
-    most = min(tile.blocks // (rows // (2 * ROWS * tile.warpgroups)), steps // 2)
-    each = -(-steps // max(most, 1))
+    limit = min(tile.blocks // (rows // (2 * ROWS * tile.warpgroups)), steps // 2)
+    each = -(-steps // max(limit, 1))
     return -(-steps // each)
 
 
@@ -81,7 +81,7 @@ def block_diagonal(
     """See `pallas_kernels.block_linear.block_diagonal`."""
     *lead, groups, columns = x.shape
     tokens, rows = prod(lead), weight.shape[0] // groups
-    tiles = target_tile({"sm_90": H200, "sm_103": B300})
+    tiles = choose_tile({"sm_90": H200, "sm_103": B300})
     tile = tile or (tiles.few if tokens <= tiles.few.widths[-1] else tiles.many)
     _check(x, rows, columns, tile)
     if tokens == 0:

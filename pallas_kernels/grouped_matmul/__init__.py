@@ -1,4 +1,4 @@
-"""The routed experts as one operation: grouped MXFP4 matmuls with clamped SwiGLU between them (paper 2.1; facts 2)."""
+"""The routed experts as one operation: grouped MXFP4 matmuls with clamped SwiGLU between them (paper 2.1)."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,8 @@ def experts(
     bfloat16 x each matmul's result is rounded to bfloat16, the products between them stay float32, as released. The
     sum over experts runs in ascending position a, so that it does not depend on the other tokens of the batch. The
     kernel takes bfloat16 x, D in multiples of 512, F in multiples of 256, and the weights as they are; it raises on
-    others.
+    others. Source: paper 2.1; config keys expert_dtype, num_experts_per_tok, moe_intermediate_size, swiglu_limit;
+    the released `MoE`.
     """
     if use_kernel("grouped_matmul.experts", backend, "mosaic"):
         from pallas_kernels.grouped_matmul import kernel

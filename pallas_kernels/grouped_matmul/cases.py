@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import oracle64
 from pallas_kernels.case import Case
-from pallas_kernels.formats import E2M1_VALUES, cast, dequantize_fp4
+from pallas_kernels.formats import GROUP, cast, dequantize_fp4
 from pallas_kernels.grouped_matmul import kernel, reference
-from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import plan_of
-from pallas_kernels.grouped_matmul.stream import Plan, Tile
-from pallas_kernels.rows import round_fp8
+from pallas_kernels.hopper.fragments import FP4
+from pallas_kernels.hopper.stream import Plan, Tile
+from pallas_kernels.oracle64 import bfloat16
+from pallas_kernels.quantize import round_fp8
 
 LIMIT = 10.0
 CHECKED = 4  # tokens or experts of a large case
@@ -27,41 +29,20 @@ def _weight(key: jax.Array, shape: tuple[int, int, int]) -> tuple[jax.Array, jax
     """Random codes [E, R, K / 2], and scales that give sums of unit size."""
     codes, scales = jax.random.split(key)
     middle = 124 - (shape[2].bit_length() - 1) // 2
-    spread = jax.random.randint(scales, (*shape[:2], shape[2] // 32), middle - 1, middle + 2)
+    spread = jax.random.randint(scales, (*shape[:2], shape[2] // GROUP), middle - 1, middle + 2)
     return jax.random.bits(codes, (*shape[:2], shape[2] // 2), jnp.uint8), spread.astype(jnp.uint8)
 
 
-def _bf16(x: np.ndarray) -> np.ndarray:
-    return x.astype(jnp.bfloat16).astype(np.float64)
-
-
-def _dense(codes: Any, scales: Any) -> np.ndarray:
-    """A dequantized matrix in float64, from bits."""
-    codes, scales = np.asarray(codes), np.asarray(scales).astype(np.float64)
-    values = np.stack([E2M1_VALUES[codes & 15], E2M1_VALUES[codes >> 4]], -1).reshape(*codes.shape[:-1], -1)
-    return values * np.repeat(2.0 ** (scales - 127), 32, axis=-1)
-
-
 def _quantize64(x: np.ndarray) -> np.ndarray:
-    groups = x.reshape(*x.shape[:-1], -1, 32)
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
     scale = 2.0 ** np.ceil(np.log2(np.maximum(np.abs(groups).max(-1, keepdims=True), 1e-4) / 448))
     codes = np.clip(groups / scale, -448, 448).astype(jnp.float8_e4m3fn).astype(np.float64)
     return (codes * scale).reshape(x.shape)
 
 
 def _hidden64(x: np.ndarray, w1: np.ndarray, w3: np.ndarray, weight: Any) -> np.ndarray:
-    gate, up = np.minimum(_bf16(x @ w1.T), LIMIT), np.clip(_bf16(x @ w3.T), -LIMIT, LIMIT)
-    return _bf16(gate / (1 + np.exp(-gate)) * up * weight)
-
-
-def _wrong(name: str, value: np.ndarray, expected: np.ndarray) -> list[str]:
-    """Rows whose error is above the tolerance, or that are not finite: the worst one."""
-    value = value.astype(np.float64)
-    if not np.isfinite(value).all():
-        return [f"{name}: {np.argwhere(~np.isfinite(value))[0]} is not finite"]
-    error = np.linalg.norm(value - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-30)
-    worst = int(error.argmax())
-    return [f"{name}: row {worst} is off by {error[worst]:.2e} of its norm"] if error[worst] > TOLERANCE else []
+    gate, up = np.minimum(bfloat16(x @ w1.T), LIMIT), np.clip(bfloat16(x @ w3.T), -LIMIT, LIMIT)
+    return bfloat16(gate / (1 + np.exp(-gate)) * up * weight)
 
 
 def _sizes(key: jax.Array, experts: int, busy: int, rows: int) -> jax.Array:
@@ -72,13 +53,13 @@ def _sizes(key: jax.Array, experts: int, busy: int, rows: int) -> jax.Array:
 
 
 def _grouped(
-    name: str, launch: str, experts: int, busy: int, rows: int, wide: int, inner: int, tile: Tile | None = None
+    name: str, launch: str, *, experts: int, busy: int, rows: int, wide: int, inner: int, tile: Tile | None = None
 ) -> Case:
     """One launch: "up", with w1 and w3 [E, wide, inner], or "down", with w2."""
     total = rows * busy if busy < experts else rows
 
     def used() -> Tile:
-        return tile or kernel.select(total, experts)
+        return tile or kernel.tile_for(total, experts)
 
     @jax.jit
     def draw(key: jax.Array) -> tuple[Any, ...]:
@@ -120,41 +101,42 @@ def _grouped(
         expert, start, live, tiles = (np.asarray(v) for v in rest[:4])
         columns = np.asarray(FP4.permute(jnp.arange(inner))).argsort()
         found = []
-        for t in np.unique(np.linspace(0, tiles[0] - 1, CHECKED).astype(int)):
+        for t in oracle64.sample(int(tiles[0]), CHECKED):
             row = slice(int(start[t]), int(start[t] + live[t]))
             rows64 = np.asarray(x[row]).astype(np.float64)[:, columns]
-            dense = [_dense(rest[i][expert[t]], rest[i + 1][expert[t]]) for i in range(4, len(rest), 2)]
+            dense = [oracle64.mxfp4(rest[i][expert[t]], rest[i + 1][expert[t]]) for i in range(4, len(rest), 2)]
             if launch == "up":
                 weight = np.asarray(weights[row])[:, None].astype(np.float64)
                 expected = _hidden64(rows64, dense[0], dense[1], weight)
             else:
-                expected = _bf16(rows64 @ dense[0].T)
-            found += _wrong(f"tile {t}", np.asarray(output[row]), expected)
+                expected = bfloat16(rows64 @ dense[0].T)
+            found += oracle64.rows_off(f"tile {t}", range(len(expected)), output[row], expected, TOLERANCE)
         return found
 
     matrices = 2 if launch == "up" else 1
     touched = min(busy, total) * matrices * wide * inner * 17 / 32
     nbytes = touched + 2.0 * total * (inner + wide)
     return Case(
-        name,
-        lambda seed: draw(jax.random.key(seed)),
-        run,
-        plain,
-        problems,
-        2.0 * total * matrices * wide * inner,
-        nbytes,
+        name=name,
+        inputs=lambda seed: draw(jax.random.key(seed)),
+        kernel=run,
+        reference=plain,
+        problems=problems,
+        flops=2.0 * total * matrices * wide * inner,
+        nbytes=nbytes,
     )
 
 
 def _whole(
     name: str,
+    *,
     tokens: int,
     experts: int,
     per_token: int,
     wide: int,
     inner: int,
     idle: int = 0,
-    used: Tile | None = None,
+    tile: Tile | None = None,
 ) -> Case:
     """The operation, routing included; the last `idle` experts get no token."""
 
@@ -176,44 +158,65 @@ def _whole(
     def problems(given: tuple[Any, ...], output: Any) -> list[str]:
         x, ids, weights, *w = given
         found = []
-        for t in np.unique(np.linspace(0, tokens - 1, CHECKED).astype(int)):
+        for t in oracle64.sample(tokens, CHECKED):
             row = _quantize64(np.asarray(x[t]).astype(np.float64))
             expected: Any = 0
             for e, p in zip(np.asarray(ids[t]), np.asarray(weights[t]).astype(np.float64), strict=True):
-                w1, w2, w3 = (_dense(w[i][e], w[i + 1][e]) for i in (0, 2, 4))
-                expected += _bf16(_quantize64(_hidden64(row, w1, w3, p)) @ w2.T)
-            found += _wrong(f"token {t}", np.asarray(output[t])[None], expected[None])
+                w1, w2, w3 = (oracle64.mxfp4(w[i][e], w[i + 1][e]) for i in (0, 2, 4))
+                expected += bfloat16(_quantize64(_hidden64(row, w1, w3, p)) @ w2.T)
+            found += oracle64.rows_off("out", [t], output[t], expected[None], TOLERANCE)
         return found
 
     rows = tokens * per_token
     busy = experts * (1 - (1 - per_token / experts) ** tokens)
     nbytes = busy * 3 * wide * inner * 17 / 32 + 6.0 * tokens * inner
     return Case(
-        name,
-        lambda seed: draw(jax.random.key(seed)),
-        partial(run, kernel.experts, tile=used),
-        partial(run, reference.experts),
-        problems,
-        6.0 * rows * wide * inner,
-        nbytes,
+        name=name,
+        inputs=lambda seed: draw(jax.random.key(seed)),
+        kernel=partial(run, kernel.experts, tile=tile),
+        reference=partial(run, reference.experts),
+        problems=problems,
+        flops=6.0 * rows * wide * inner,
+        nbytes=nbytes,
     )
 
 
-_TINY = Tile((8,), warpgroups=1, chunks=1, stages=2, blocks=1)
+_TINY = Tile(widths=(8,), warpgroups=1, chunks=1, stages=2, blocks=1)
 SMALL = (
     _grouped(
-        "w1 and w3, an empty and a ragged group", "up", 3, 2, 13, 128, 512, replace(_TINY, widths=(8, 16), chunks=2)
+        "w1 and w3, an empty and a ragged group",
+        "up",
+        experts=3,
+        busy=2,
+        rows=13,
+        wide=128,
+        inner=512,
+        tile=replace(_TINY, widths=(8, 16), chunks=2),
     ),
-    _grouped("w2, ragged groups", "down", 3, 3, 20, 256, 256, replace(_TINY, warpgroups=2, blocks=2)),
-    _whole("one token", 1, 4, 2, 128, 128, 0, _TINY),
-    _whole("groups of one row, idle experts", 4, 8, 2, 128, 256, 3, _TINY),
+    _grouped(
+        "w2, ragged groups",
+        "down",
+        experts=3,
+        busy=3,
+        rows=20,
+        wide=256,
+        inner=256,
+        tile=replace(_TINY, warpgroups=2, blocks=2),
+    ),
+    _whole("one token", tokens=1, experts=4, per_token=2, wide=128, inner=128, tile=_TINY),
+    _whole(
+        "groups of one row, idle experts", tokens=4, experts=8, per_token=2, wide=128, inner=256, idle=3, tile=_TINY
+    ),
 )
+_up = partial(_grouped, launch="up", experts=384, wide=2304, inner=5120)
+_down = partial(_grouped, launch="down", experts=384, wide=5120, inner=2304)
+_experts = partial(_whole, experts=384, per_token=6, wide=2304, inner=5120)
 MODEL = (
-    _grouped("w1 and w3, 243 experts x 16 rows", "up", 384, 243, 16, 2304, 5120),
-    _grouped("w2, 243 experts x 16 rows", "down", 384, 243, 16, 5120, 2304),
-    _grouped("w1 and w3, 65536 rows", "up", 384, 384, 65536, 2304, 5120),
-    _grouped("w2, 65536 rows", "down", 384, 384, 65536, 5120, 2304),
-    _whole("experts, T = 1", 1, 384, 6, 2304, 5120),
-    _whole("experts, T = 64", 64, 384, 6, 2304, 5120),
-    _whole("experts, T = 8192", 8192, 384, 6, 2304, 5120),
+    _up("w1 and w3, 243 experts x 16 rows", busy=243, rows=16),
+    _down("w2, 243 experts x 16 rows", busy=243, rows=16),
+    _up("w1 and w3, 65536 rows", busy=384, rows=65536),
+    _down("w2, 65536 rows", busy=384, rows=65536),
+    _experts("experts, T = 1", tokens=1),
+    _experts("experts, T = 64", tokens=64),
+    _experts("experts, T = 8192", tokens=8192),
 )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.grouped_matmul.stream import GRANULE, Plan
+from pallas_kernels.hopper.stream import GRANULE, Plan
 
 COMPARED = 4096  # rows: up to so many, comparing each with each is one launch where a sort is several
 

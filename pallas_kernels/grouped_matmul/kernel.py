@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import BackendError
-from pallas_kernels.grouped_matmul.fragments import FP4
 from pallas_kernels.grouped_matmul.groups import group
-from pallas_kernels.grouped_matmul.stream import Plan, Tile, stream
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.hopper.fragments import FP4
+from pallas_kernels.hopper.stream import Plan, Tile, stream
+from pallas_kernels.target import choose_tile, multiprocessors
 
 FEW = 8  # rows of all experts
 
@@ -45,26 +45,27 @@ class Tiles:
 
 
 H200 = Tiles(
-    Tile((16,), chunks=2, stages=4),
-    (
-        (12.0, Tile((16,), warpgroups=4, chunks=2, stages=3, ahead=0)),
-        (48.0, Tile((16, 32, 64), chunks=2, stages=3)),
-        (inf, Tile((96, 128), chunks=2, stages=2)),
+    few=Tile(widths=(16,), chunks=2, stages=4),
+    others=(
+        (12.0, Tile(widths=(16,), warpgroups=4, chunks=2, stages=3, ahead=0)),
+        (48.0, Tile(widths=(16, 32, 64), chunks=2, stages=3)),
+        (inf, Tile(widths=(96, 128), chunks=2, stages=2)),
     ),
 )
+_B300 = partial(Tile, wgmma=False, blocks=multiprocessors("sm_103"))
 B300 = Tiles(
-    Tile((16,), chunks=2, stages=4, wgmma=False, blocks=148),
-    (
-        (12.0, Tile((16,), warpgroups=4, chunks=2, stages=3, wgmma=False, blocks=148)),
-        (inf, Tile((16, 32, 64), chunks=1, stages=4, wgmma=False, blocks=148)),
+    few=_B300(widths=(16,), chunks=2, stages=4),
+    others=(
+        (12.0, _B300(widths=(16,), warpgroups=4, chunks=2, stages=3)),
+        (inf, _B300(widths=(16, 32, 64), chunks=1, stages=4)),
     ),
 )
 
 
-def select(rows: int, experts: int) -> Tile:
+def tile_for(rows: int, experts: int) -> Tile:
     """The tile for so many rows in all."""
-    tiles = target_tile({"sm_90": H200, "sm_103": B300})
-    return tiles.few if rows <= FEW else next(tile for most, tile in tiles.others if rows <= most * experts)
+    tiles = choose_tile({"sm_90": H200, "sm_103": B300})
+    return tiles.few if rows <= FEW else next(tile for limit, tile in tiles.others if rows <= limit * experts)
 
 
 def _bytes(scale: Array) -> Array:
@@ -132,7 +133,7 @@ def experts(
 ) -> Float32[Array, "T D"]:
     """See `pallas_kernels.grouped_matmul.experts`."""
     count = w1[0].shape[0]
-    tile = tile or select(ids.size, count)
+    tile = tile or tile_for(ids.size, count)
     check(x, w1[0], tile)
     if ids.size == 0:
         return jnp.zeros(x.shape, jnp.float32)

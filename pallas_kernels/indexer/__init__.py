@@ -18,7 +18,7 @@ def index_scores(
 
     With bfloat16 operands the dot, the weighted hit and the sum are each rounded to bfloat16, as released; the sum
     itself runs in float32. Visibility is the caller's. Source: paper 2.3.2; the released `Indexer`.
-    The kernel rounds at the same points (`indexer/rows.py` says what may differ).
+    The kernel rounds at the same points (`indexer/decode.py` says what may differ).
     """
     if use_kernel("index_scores", backend):
         from pallas_kernels.indexer import kernel
@@ -50,7 +50,8 @@ def select(
     Rows of `keys` are packed FP4 (uint8: J / 2 pairs of codes, low nibble the even channel, then J / 32 E8M0 scales) or
     values; for other rows, `unpack` gives the values. The reference scores `tile` entries at a time and keeps a running
     best; the kernel writes whole rows of scores, of so many queries at a time that they take 0.5 GB, and wants bfloat16
-    queries, blocks of 8 and J = 128. Source: paper 2.3.2; architecture 5.
+    queries, blocks of 8 and J = 128. Source: paper 2.3.2; config keys index_topk,
+    candidate_topk_blocks, candidate_block_size.
     """
     if blocks is not None and candidates:
         raise ValueError(f"candidates: {candidates} of a selection from `blocks`; they come from all entries")

@@ -6,6 +6,7 @@ smaller and of the larger hits, each give or take the error of a float32 sum of 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,37 +14,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import oracle64
 from pallas_kernels.case import Case
-from pallas_kernels.formats import dequantize_fp4, e2m1_codes, e2m1_value, e8m0_ceil, e8m0_value
-from pallas_kernels.indexer import kernel, prefill, reference, rows
+from pallas_kernels.indexer import decode, kernel, prefill, reference
+from pallas_kernels.oracle64 import bfloat16
+from pallas_kernels.quantize import pack_mxfp4, round_mxfp4
 
 HEADS, WIDTH, ROUNDING, PART = 32, 128, 2.0**-24, 1 << 16
-TINY = kernel.Tile(rows.Tile(span=128, queries=2), prefill.Tile(span=256))
+CHECKED = 8  # queries of a call
+TINY = kernel.Tile(few=decode.Tile(span=128, queries=2), many=prefill.Tile(span=256))
 
 
-def _mxfp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """E2M1 codes, one a byte, and E8M0 scales of groups of 32."""
-    groups = x.reshape(*x.shape[:-1], -1, 32)
-    scale = e8m0_ceil(jnp.maximum(jnp.abs(groups).max(-1), 1e-30) / 6)
-    return e2m1_codes(groups, e8m0_value(scale)[..., None]).reshape(x.shape), scale
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Queries of some sequences and the entries of each; `packed` FP4 keys or bfloat16 ones; each query's own `pool`
+    of so many blocks, or 0; whether all queries see all entries, `full`, or the last ones of some."""
+
+    batch: int = 1
+    tokens: int = 1
+    entries: int
+    packed: bool = True
+    pool: int = 0
+    full: bool = False
+
+    @property
+    def scored(self) -> int:
+        """Entries that a query may see."""
+        return 8 * self.pool or self.entries
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6), static_argnames=("packed", "pool", "full"))
-def inputs(seed: Any, batch: int, tokens: int, entries: int, packed: bool = True, pool: int = 0, full: bool = False):
+@partial(jax.jit, static_argnums=1)
+def inputs(seed: Any, shape: Shape) -> tuple[jax.Array, ...]:
     """Quantized queries; keys of which one is NaN where rows can say so and some repeat (ties); weights of both signs;
     a query that sees nothing, one that sees all; blocks in ascending order, the last ones missing."""
+    batch, tokens, entries, pool = shape.batch, shape.tokens, shape.entries, shape.pool
     keys = jax.random.split(jax.random.key(seed), 5)
-    q = jax.random.normal(keys[0], (batch, tokens, HEADS, WIDTH))
-    codes, scale = _mxfp4(q)
-    q = (e2m1_value(codes) * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(jnp.bfloat16)
-    codes, scale = _mxfp4(jax.random.normal(keys[1], (batch, entries, WIDTH)))
-    row = jnp.concatenate([codes[..., 0::2] | (codes[..., 1::2] << 4), scale], axis=-1)
+    q = round_mxfp4(jax.random.normal(keys[0], (batch, tokens, HEADS, WIDTH))).astype(jnp.bfloat16)
+    row = pack_mxfp4(jax.random.normal(keys[1], (batch, entries, WIDTH)))
     row = row.at[:, 3 : entries // 2 : 5].set(row[:, 2:3])
-    if not packed:
-        row = dequantize_fp4(row[..., :64], row[..., 64:], jnp.bfloat16).at[:, 1].set(jnp.nan)
+    if not shape.packed:
+        row = reference.unpack(row).at[:, 1].set(jnp.nan)
     weights = (jax.random.normal(keys[2], (batch, tokens, HEADS)) / 64).astype(jnp.bfloat16)
     visible = jnp.full((batch, tokens), entries, jnp.int32)
-    if not full:
+    if not shape.full:
         visible = jax.random.randint(keys[3], (batch, tokens), entries // 2, entries + 1).at[0, 0].set(entries)
         visible = visible.at[-1, -1].set(0) if batch * tokens > 1 else visible
     if not pool:
@@ -55,10 +68,6 @@ def inputs(seed: Any, batch: int, tokens: int, entries: int, packed: bool = True
     return q, row, weights, visible, chosen.reshape(batch, tokens, pool)
 
 
-def _bf16(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
-
-
 def bounds(q: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Least and greatest score of one query [I, J] against keys [S, J]."""
     parts = [_bounds(q, keys[i : i + PART], weights) for i in range(0, len(keys), PART)]
@@ -67,13 +76,13 @@ def bounds(q: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> tuple[np.nda
 
 def _bounds(q: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     dot = keys @ q.T
-    low = high = _bf16(np.maximum(_bf16(dot), 0) * weights)
+    low = high = bfloat16(np.maximum(bfloat16(dot), 0) * weights)
     if not _exact(q, keys):
         error = WIDTH * ROUNDING * (np.abs(keys) @ np.abs(q).T)
-        hits = [_bf16(np.maximum(_bf16(dot + e), 0) * weights) for e in (-error, error)]
+        hits = [bfloat16(np.maximum(bfloat16(dot + e), 0) * weights) for e in (-error, error)]
         low, high = np.minimum(*hits), np.maximum(*hits)
     rest = (len(weights) - 1) * ROUNDING * np.maximum(np.abs(low), np.abs(high)).sum(1)
-    return _bf16(low.sum(1) - rest), _bf16(high.sum(1) + rest)
+    return bfloat16(low.sum(1) - rest), bfloat16(high.sum(1) + rest)
 
 
 def _exact(q: np.ndarray, keys: np.ndarray) -> bool:
@@ -91,26 +100,11 @@ def _step(x: np.ndarray) -> float:
     return float(np.min(2.0 ** (exponent - 24) * (whole & -whole)))
 
 
-def values(keys: Any) -> np.ndarray:
-    """float64 keys of rows."""
-    keys = np.asarray(keys)
-    if keys.dtype != np.uint8:
-        return keys.astype(np.float64)
-    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    pairs = np.stack([keys[..., :64] & 15, keys[..., :64] >> 4], -1).reshape(*keys.shape[:-1], -1)
-    return table[pairs] * np.repeat(2.0 ** (keys[..., 64:].astype(np.int64) - 127), 32, axis=-1)
-
-
-def _sample(queries: int) -> np.ndarray:
-    """The first, the last and six queries between."""
-    return np.unique(np.linspace(0, queries - 1, 8).astype(int))
-
-
 def _rows(given: tuple[Any, ...]):
     """Of a sample of queries: their number, keys, entries and the bounds of their scores in that order."""
     q, keys, weights, visible = (np.asarray(x) for x in given[:4])
     tokens = q.shape[1]
-    for r in _sample(visible.size):
+    for r in oracle64.sample(visible.size, CHECKED):
         b, t = divmod(int(r), tokens)
         entries = np.arange(visible[b, t])
         if len(given) > 4:
@@ -119,7 +113,7 @@ def _rows(given: tuple[Any, ...]):
         seen = (entries >= 0) & (entries < visible[b, t])
         low = high = np.full(len(entries), -np.inf)
         if seen.any():
-            found = values(keys[b, entries[seen]])
+            found = oracle64.cached_rows(keys[b, entries[seen]], WIDTH)
             nan = np.isnan(found).any(1)
             given_bounds = bounds(
                 q[b, t].astype(np.float64), np.where(nan[:, None], 0, found), weights[b, t].astype(np.float64)
@@ -193,54 +187,56 @@ def _tiled_scores(q: jax.Array, keys: jax.Array, weights: jax.Array, visible: ja
     return jax.lax.map(lambda k: reference.index_scores(q, reference.unpack(k)[:, None], weights), split)
 
 
-def _scores(name: str, shape: tuple, reference: Callable, **options: Any) -> Case:
-    batch, tokens, entries, *rest = shape
-    seen = entries if not (len(rest) > 1 and rest[1]) else 8 * rest[1]
-    work = batch * tokens * seen
+def scores(name: str, shape: Shape, reference: Callable) -> Case:
+    """The scores of every query, with their maxima; a few are checked."""
+    queries, seen = shape.batch * shape.tokens, shape.scored
+    work = queries * seen
 
     def sampled(*x: jax.Array, tile: kernel.Tile | None = None, interpret: bool = False) -> tuple:
         """Of all scores and maxima those of a few queries: what is checked."""
         levels = kernel.scores(*x, tile=tile, interpret=interpret)
-        return tuple(level[jnp.asarray(_sample(batch * tokens))] for level in levels)
+        return tuple(level[jnp.asarray(oracle64.sample(queries, CHECKED))] for level in levels)
 
-    key_bytes = (68 if not rest or rest[0] else 256) * batch * (seen * tokens if seen < entries else entries)
+    rows = queries * seen if seen < shape.entries else shape.batch * shape.entries
     return Case(
-        name,
-        lambda seed: inputs(seed, *shape),
-        sampled,
-        reference,
-        score_problems,
+        name=name,
+        inputs=lambda seed: inputs(seed, shape),
+        kernel=sampled,
+        reference=reference,
+        problems=score_problems,
         flops=2.0 * work * HEADS * WIDTH,
-        nbytes=key_bytes + 2.0 * work * 73 / 64,
-        repeatable=len(rest) > 2 and rest[2],  # what no query sees is left as it was
+        nbytes=(68 if shape.packed else 256) * rows + 2.0 * work * 73 / 64,
+        repeatable=shape.full,  # what no query sees is left as it was
     )
 
 
-def _select(name: str, shape: tuple, count: int, candidates: int = 0) -> Case:
+def select(name: str, shape: Shape, *, count: int, candidates: int = 0) -> Case:
+    """Scores and the selection from them."""
     wanted: dict[str, Any] = {"count": count, "candidates": candidates}
-    case = _scores(name, shape, partial(reference.select, **wanted, tile=1 << 20))
-    return Case(
-        name,
-        case.inputs,
-        lambda *x, tile=None, interpret=False: kernel.select(*x, **wanted, tile=tile, interpret=interpret),
-        case.reference,
-        partial(select_problems, **wanted),
-        case.flops,
-        case.nbytes,
+    return replace(
+        scores(name, shape, partial(reference.select, **wanted, tile=1 << 20)),
+        kernel=lambda *x, tile=None, interpret=False: kernel.select(*x, **wanted, tile=tile, interpret=interpret),
+        problems=partial(select_problems, **wanted),
+        repeatable=True,
     )
 
 
 SMALL = (
-    _scores("scores of four queries and two sequences, bf16", (2, 4, 130, False), _tiled_scores),
-    _scores("scores of many queries, uneven", (1, 32, 130), _tiled_scores),
-    _select("select of three queries, with candidates", (1, 3, 200, True, 0), 16, 4),
-    _select("select from pools, a part of a tile", (1, 3, 200, True, 6), 24),
-    _select("select from pools, three tiles", (1, 3, 500, True, 48), 24),
+    scores(
+        "scores of four queries and two sequences, bf16",
+        Shape(batch=2, tokens=4, entries=130, packed=False),
+        _tiled_scores,
+    ),
+    scores("scores of many queries, uneven", Shape(tokens=32, entries=130), _tiled_scores),
+    select("select of three queries, with candidates", Shape(tokens=3, entries=200), count=16, candidates=4),
+    select("select from pools, a part of a tile", Shape(tokens=3, entries=200, pool=6), count=24),
+    select("select from pools, three tiles", Shape(tokens=3, entries=500, pool=48), count=24),
 )
+_MILLION = 1 << 20
 MODEL = (
-    _scores("prefill 2048 x 65536", (1, 2048, 65536, True, 0, True), _tiled_scores),
-    _select("select 1 x 1M", (1, 1, 1 << 20, True, 0, True), 512),
-    _select("select 1 x 1M with candidates", (1, 1, 1 << 20, True, 0, True), 512, 2048),
-    _select("select 16 x 131072", (16, 1, 131072, True, 0, True), 512),
-    _select("select 64 pools", (1, 64, 1 << 20, True, 2048, True), 512),
+    scores("prefill 2048 x 65536", Shape(tokens=2048, entries=65536, full=True), _tiled_scores),
+    select("select 1 x 1M", Shape(entries=_MILLION, full=True), count=512),
+    select("select 1 x 1M with candidates", Shape(entries=_MILLION, full=True), count=512, candidates=2048),
+    select("select 16 x 131072", Shape(batch=16, entries=131072, full=True), count=512),
+    select("select 64 pools", Shape(tokens=64, entries=_MILLION, pool=2048, full=True), count=512),
 )

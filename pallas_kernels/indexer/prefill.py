@@ -3,7 +3,7 @@
 **Why.** Prefill is 8192 operations a pair of query and key and 2 bytes of output: bound by the tensor cores, if 32
 heads of rectified, weighted and rounded dots are summed elsewhere in the meantime. XLA would write those dots.
 
-**Numerics.** As in `rows`: dot, weighted hit and sum are rounded to bfloat16, both sums run in float32.
+**Numerics.** As in `decode`: dot, weighted hit and sum are rounded to bfloat16, both sums run in float32.
 
 **Tiling.** A program keeps `queries` x 32 heads in shared memory, in parts of `columns` (the N of a wgmma), and walks
 `span` keys; it stops at the last key that one of its queries sees. Its warpgroups take 64 keys each in turn, as the M
@@ -13,14 +13,13 @@ shared memory, where threads pick up chunks of 8 for the maxima. A warpgroup wri
 memory, so the barriers that Pallas would put around every access are off; the two that matter are `commit_smem`: after
 the last product of a tile, before its buffer is filled again, and between scores written and read.
 
-Mosaic GPU, with Hopper's wgmma; elsewhere `rows` takes the same keys. Tried on one H200, 2048 x 65536, in TFLOP/s (a
-bf16 matmul: 793): three warpgroups 636, two 569; products of 128 columns 610, with four warpgroups 632, of 64
-columns 526; heads summed by a second wgmma with a matrix of ones 640 (no gain, and it spills); Triton 529, where all
-warps of a program wait for each other.
+Backend: Mosaic GPU, with Hopper's wgmma; elsewhere `decode` takes the same keys.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +29,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int32
 
 from pallas_kernels.formats import cast
-from pallas_kernels.indexer.rows import Levels
+from pallas_kernels.hopper.program import COLUMN, swizzled
+from pallas_kernels.indexer.decode import Levels
+from pallas_kernels.references import Ref, named
 
 KEYS = 64  # of a warpgroup's tile: the M of a wgmma
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 # [queries, 8 chunks, 8 entries]: a thread has the 8 entries of a chunk, a warp 8 chunks of 4 queries.
 CHUNKS = plgpu.Layout.TILED(plgpu.Tiling(((16, 8, 8), (4, 8, 8))), (-6,), (-3, -2), -1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Queries of a program (16 n), columns of a product, keys of a program; warpgroups, and key buffers of each."""
 
@@ -52,89 +52,130 @@ class Tile:
 H200 = Tile()
 
 
-def _maxima(out, visible, start: Array, fine, coarse, interpret: bool) -> None:
-    """Maxima of the chunks of 8 and 64 entries of scores [queries, 64] in shared memory, of what each query sees."""
-    shape = (out.shape[0], 8, 8)
-    if interpret:
-        x, seen = out[...].reshape(shape), visible[...]
-        iota = lax.broadcasted_iota
-    else:
-        x, seen = plgpu.load(out.reshape(shape), layout=CHUNKS), plgpu.load(visible, layout=CHUNKS.reduce((1, 2)))
-        iota = functools.partial(plgpu.broadcasted_iota, layout=CHUNKS)
-    entry = start + 8 * iota(jnp.int32, shape, 1) + iota(jnp.int32, shape, 2)
-    live = (entry < lax.broadcast_in_dim(seen, shape, [0])) & (x == x)
-    eights = jnp.where(live, x, -jnp.inf).max(axis=2)
-    fine[...] = eights
-    coarse[...] = eights.max(axis=1)
+class Arrays(NamedTuple):
+    """Device memory: heads of all queries below each other, and for each program the last key that it needs; scores
+    and their maxima of chunks of 8 (`fine`) and 64 (`coarse`)."""
+
+    q: Ref
+    weights: Ref
+    visible: Ref
+    last: Ref
+    keys: Ref
+    scores: Ref
+    fine: Ref
+    coarse: Ref
 
 
-def _tile(q_smem, w_smem, keys, out, release, *, heads: int, interpret: bool) -> None:
-    """Scores of 64 keys for all queries of a program, into shared memory."""
-    halves, columns, _ = q_smem.shape
-    for half in range(halves):
+class Buffers(NamedTuple):
+    """Shared memory. q, weights and visible stay; `keys` by warpgroup and stage, `scores` by warpgroup, twice."""
 
-        def product(acc, half=half):
-            plgpu.wgmma(acc, keys, q_smem.at[half].transpose((1, 0)))
-            return acc[...]
-
-        dot = pl.run_scoped(product, plgpu.ACC((KEYS, columns), jnp.float32))
-        if half == halves - 1:
-            release()
-        weight = lax.broadcast_in_dim(plgpu.load(w_smem.at[half], layout=COLUMN), dot.shape, [1])
-        dot = cast(dot, jnp.bfloat16) if interpret else dot.astype(jnp.bfloat16)
-        hit = jnp.maximum(dot, jnp.bfloat16(0)) * weight
-        for n in range(columns // heads):
-            score = hit[:, n * heads : (n + 1) * heads].astype(jnp.float32).sum(axis=1)
-            out[half * (columns // heads) + n] = score.astype(jnp.bfloat16)
-    plgpu.commit_smem()
+    q: Ref
+    weights: Ref
+    visible: Ref
+    keys: Ref
+    scores: Ref
+    q_full: Ref
+    keys_full: Ref
 
 
-def _score(*refs, tile: Tile, heads: int, interpret: bool) -> None:
-    """Scores and maxima of `span` keys for the queries of one program."""
-    q_gmem, w_gmem, visible_gmem, last_gmem, k_gmem, *outs, q_smem, w_smem, v_smem, k_smem, o_smem, q_bar, k_bar = refs
-    batch, group, part, wg = (lax.axis_index(name) for name in ("batch", "group", "part", "wg"))
-    first = part * tile.span
-    tiles = (jnp.clip(last_gmem[batch, group] - first, 0, tile.span) + KEYS - 1) // KEYS
-    mine = (tiles - wg + tile.groups - 1) // tile.groups  # tiles wg, wg + groups, ...
-    queries = pl.ds(group * tile.queries, tile.queries)
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """`tile.queries` queries of one sequence against `tile.span` of its keys."""
 
-    def fetch(i: Array | int) -> None:
-        slot = wg * tile.stages + i % tile.stages
-        rows = pl.ds(first + (i * tile.groups + wg) * KEYS, KEYS)
-        plgpu.copy_gmem_to_smem(k_gmem.at[batch, rows], k_smem.at[slot], k_bar.at[slot])
+    arrays: Arrays
+    buffers: Buffers
+    tile: Tile
+    heads: int
+    interpret: bool
 
-    @pl.when(wg == 0)
-    def _():
-        halves, columns, _ = q_smem.shape
-        for half in range(halves):
-            rows = pl.ds((group * halves + half) * columns, columns)
-            plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows], q_smem.at[half], q_bar)
-            plgpu.copy_gmem_to_smem(w_gmem.at[batch, rows], w_smem.at[half], q_bar)
-        plgpu.copy_gmem_to_smem(visible_gmem.at[batch, queries], v_smem, q_bar)
+    def run(self) -> None:
+        """One warpgroup: its tiles of 64 keys in turn."""
+        arrays, buffers, tile = self.arrays, self.buffers, self.tile
+        batch, group, part, wg = (lax.axis_index(name) for name in ("batch", "group", "part", "wg"))
+        first = part * tile.span
+        tiles = (jnp.clip(arrays.last[batch, group] - first, 0, tile.span) + KEYS - 1) // KEYS
+        mine = (tiles - wg + tile.groups - 1) // tile.groups  # tiles wg, wg + groups, ...
+        queries = pl.ds(group * tile.queries, tile.queries)
 
-    for stage in range(tile.stages):
-        pl.when(stage < mine)(functools.partial(fetch, stage))
-    plgpu.barrier_wait(q_bar)
+        def fetch(i: Array | int) -> None:
+            slot = wg * tile.stages + i % tile.stages
+            rows = pl.ds(first + (i * tile.groups + wg) * KEYS, KEYS)
+            plgpu.copy_gmem_to_smem(arrays.keys.at[batch, rows], buffers.keys.at[slot], buffers.keys_full.at[slot])
 
-    def step(i: Array, _: None) -> None:
-        start = first + (i * tile.groups + wg) * KEYS
-        slot = wg * tile.stages + i % tile.stages
-        out = o_smem.at[wg, i % 2]
+        pl.when(wg == 0)(lambda: self.load_queries(batch, group, queries))
+        for stage in range(tile.stages):
+            pl.when(stage < mine)(functools.partial(fetch, stage))
+        plgpu.barrier_wait(buffers.q_full)
 
-        def release() -> None:
-            plgpu.commit_smem()  # every warp's product has read the buffer
-            pl.when(i + tile.stages < mine)(lambda: fetch(i + tile.stages))
+        def step(i: Array, _: None) -> None:
+            start = first + (i * tile.groups + wg) * KEYS
+            slot = wg * tile.stages + i % tile.stages
+            out = buffers.scores.at[wg, i % 2]
 
-        plgpu.barrier_wait(k_bar.at[slot])
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        _tile(q_smem, w_smem, k_smem.at[slot], out, release, heads=heads, interpret=interpret)
-        scores, fine, coarse = outs
-        plgpu.copy_smem_to_gmem(out, scores.at[batch, queries, pl.ds(start, KEYS)])
-        fine, coarse = fine.at[batch, queries, pl.ds(start // 8, 8)], coarse.at[batch, queries, start // 64]
-        _maxima(out, v_smem, start, fine, coarse, interpret)
+            def release() -> None:
+                plgpu.commit_smem()  # every warp's product has read the buffer
+                pl.when(i + tile.stages < mine)(lambda: fetch(i + tile.stages))
 
-    lax.fori_loop(0, mine, step, None)
-    plgpu.wait_smem_to_gmem(0)
+            plgpu.barrier_wait(buffers.keys_full.at[slot])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            self.score(buffers.keys.at[slot], out, release)
+            plgpu.copy_smem_to_gmem(out, arrays.scores.at[batch, queries, pl.ds(start, KEYS)])
+            fine = arrays.fine.at[batch, queries, pl.ds(start // 8, 8)]
+            self.maxima(out, start, fine, arrays.coarse.at[batch, queries, start // 64])
+
+        lax.fori_loop(0, mine, step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    def load_queries(self, batch: Array, group: Array, queries: Any) -> None:
+        """Start the copies of what stays."""
+        arrays, buffers = self.arrays, self.buffers
+        parts, columns, _ = buffers.q.shape
+        for part in range(parts):
+            rows = pl.ds((group * parts + part) * columns, columns)
+            plgpu.copy_gmem_to_smem(arrays.q.at[batch, rows], buffers.q.at[part], buffers.q_full)
+            plgpu.copy_gmem_to_smem(arrays.weights.at[batch, rows], buffers.weights.at[part], buffers.q_full)
+        plgpu.copy_gmem_to_smem(arrays.visible.at[batch, queries], buffers.visible, buffers.q_full)
+
+    def score(self, keys: Ref, out: Ref, release: Callable[[], None]) -> None:
+        """Scores of 64 keys for all queries of the program, into shared memory; calls `release` after the last product
+        of the keys."""
+        buffers, heads = self.buffers, self.heads
+        parts, columns, _ = buffers.q.shape
+        for part in range(parts):
+            # dot = q_i . k
+            def product(acc: Ref, part: int = part) -> Array:
+                plgpu.wgmma(acc, keys, buffers.q.at[part].transpose((1, 0)))
+                return acc[...]
+
+            dot = pl.run_scoped(product, plgpu.ACC((KEYS, columns), jnp.float32))
+            if part == parts - 1:
+                release()
+            # hit = weight_i * relu(dot), dot and hit rounded
+            weight = lax.broadcast_in_dim(plgpu.load(buffers.weights.at[part], layout=COLUMN), dot.shape, [1])
+            dot = cast(dot, jnp.bfloat16) if self.interpret else dot.astype(jnp.bfloat16)
+            hit = jnp.maximum(dot, jnp.bfloat16(0)) * weight
+            # score = sum_i hit_i
+            for n in range(columns // heads):
+                score = hit[:, n * heads : (n + 1) * heads].astype(jnp.float32).sum(axis=1)
+                out[part * (columns // heads) + n] = score.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+
+    def maxima(self, out: Ref, start: Array, fine: Ref, coarse: Ref) -> None:
+        """Maxima of the chunks of 8 and 64 entries of scores [queries, 64] in shared memory, of what each query
+        sees."""
+        shape, visible = (out.shape[0], 8, 8), self.buffers.visible
+        if self.interpret:
+            x, seen = out[...].reshape(shape), visible[...]
+            iota = lax.broadcasted_iota
+        else:
+            x, seen = plgpu.load(out.reshape(shape), layout=CHUNKS), plgpu.load(visible, layout=CHUNKS.reduce((1, 2)))
+            iota = functools.partial(plgpu.broadcasted_iota, layout=CHUNKS)
+        # scores of entries that a query does not see, and NaN: -inf
+        entry = start + 8 * iota(jnp.int32, shape, 1) + iota(jnp.int32, shape, 2)
+        live = (entry < lax.broadcast_in_dim(seen, shape, [0])) & (x == x)
+        eights = jnp.where(live, x, -jnp.inf).max(axis=2)
+        fine[...] = eights
+        coarse[...] = eights.max(axis=1)
 
 
 def score(
@@ -152,16 +193,21 @@ def score(
     """
     (batch, tokens, heads, width), size = q.shape, keys.shape[1]
     parts = tile.queries * heads // tile.columns
-    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
-    swizzled = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=transforms)
+    tiled = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled())
+
+    def body(*refs: Ref) -> None:
+        given = iter(refs)
+        arrays, buffers = named(Arrays, given), named(Buffers, given)
+        Program(arrays=arrays, buffers=buffers, tile=tile, heads=heads, interpret=interpret).run()
+
     levels = plgpu.kernel(
-        functools.partial(_score, tile=tile, heads=heads, interpret=interpret),
+        body,
         out_type=[jax.ShapeDtypeStruct((batch, tokens, size // n), jnp.bfloat16) for n in (1, 8, 64)],
         scratch_types=[
-            swizzled((parts, tile.columns, width)),
+            tiled((parts, tile.columns, width)),
             plgpu.SMEM((parts, tile.columns), jnp.bfloat16),
             plgpu.SMEM((tile.queries,), jnp.int32),
-            swizzled((tile.groups * tile.stages, KEYS, width)),
+            tiled((tile.groups * tile.stages, KEYS, width)),
             plgpu.SMEM((tile.groups, 2, tile.queries, KEYS), jnp.bfloat16),
             plgpu.Barrier(num_arrivals=2 * parts + 1),
             plgpu.Barrier(num_barriers=tile.groups * tile.stages),

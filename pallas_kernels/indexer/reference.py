@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
+from pallas_kernels import topk
 from pallas_kernels.formats import cast
-from pallas_kernels.rows import unpack_mxfp4
-from pallas_kernels.topk import reference as topk
+from pallas_kernels.quantize import unpack_mxfp4
 
 TILE = 2048  # entries scored at a time; a working set, not a limit
 

@@ -1,16 +1,16 @@
 """Single-pass hyper-connections: coefficients, collapse and residual update of one site (paper 2.4.1)."""
 
 from functools import partial
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.mhc import kernel, reference
-from pallas_kernels.mhc.kernel import prepare, whole
+from pallas_kernels.mhc.kernel import join_fn, split_fn
+from pallas_kernels.mhc.mixes import Sizes
 from pallas_kernels.target import use_kernel
 
-__all__ = ["coefficients", "collapse", "prepare", "site", "update", "whole"]
+__all__ = ["coefficients", "collapse", "join_fn", "site", "split_fn", "update"]
 
 
 def coefficients(
@@ -26,24 +26,22 @@ def coefficients(
 ) -> tuple[Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M"], Float32[jax.Array, "*lead M M"]]:
     """(pre, post, comb) of a site from the residual streams X before it; `reference.py` has the equations.
 
-    `fn` is float32 [2M + M*M, M*D], or `prepare` of it, which a kernel makes in each call that it is not given it.
+    `fn` is float32 [2M + M*M, M*D], or `split_fn` of it, which a kernel makes in each call that it is not given it.
     `pre` collapses the streams for the next site, `post` and `comb` update this one's. Everything is float32, whatever
     X is. The kernel takes bfloat16 streams. Source: paper 2.4.1; config keys hc_mult, hc_sinkhorn_iters, hc_eps.
     """
-    sizes = (iterations, eps, hc_eps)
+    sizes = Sizes(iterations, eps, hc_eps)
     if use_kernel("mhc.coefficients", backend):
         return _coefficients(sizes, x, fn, scale, base)
-    return reference.coefficients(x, whole(fn), scale, base, **_named(sizes))
+    return reference.coefficients(x, join_fn(fn), scale, base, **sizes._asdict())
 
 
-def collapse(
-    x: Float[Array, "*lead M D"], pre: Float32[Array, "*lead M"], *, backend: str = "xla"
-) -> Float32[jax.Array, "*lead D"]:
+def collapse(x: Float[Array, "*lead M D"], pre: Float32[Array, "*lead M"]) -> Float32[jax.Array, "*lead D"]:
     """sum_m pre[m] X[m], in float32: what a sublayer reads, before its norm.
 
-    One fusion of XLA at the byte floor on either backend; with a sublayer's update before it, call `site`.
+    It has no kernel and no backend: one fusion of XLA, at the byte floor. With a sublayer's update before it, call
+    `site`.
     """
-    use_kernel("mhc.collapse", backend)
     return reference.collapse(x, pre)
 
 
@@ -52,14 +50,12 @@ def update(
     y: Float[Array, "*lead D"],
     post: Float32[Array, "*lead M"],
     comb: Float32[Array, "*lead M M"],
-    *,
-    backend: str = "xla",
 ) -> Float32[jax.Array, "*lead M D"]:
     """X'_j = post_j y + sum_i comb[i, j] X_i, in float32. comb's FIRST index is the source stream.
 
-    One fusion of XLA at the byte floor on either backend; with the next sublayer's norm after it, call `site`.
+    It has no kernel and no backend: one fusion of XLA, at the byte floor. With the next sublayer's norm after it, call
+    `site`.
     """
-    use_kernel("mhc.update", backend)
     return reference.update(x, y, post, comb)
 
 
@@ -96,17 +92,10 @@ def site(
     it does not apply. The kernel takes bfloat16 streams, y and norm, widths in multiples of 1024, and differentiates
     by recomputing through the reference. Source: paper 2.4.1.
     """
-    sizes = (iterations, eps, hc_eps)
+    sizes = Sizes(iterations, eps, hc_eps)
     if use_kernel("mhc.site", backend):
         return _site(sizes, x, y, post, comb, mix, norm, fn, scale, base)
-    return reference.site(x, y, post, comb, mix, norm, whole(fn), scale, base, **_named(sizes))
-
-
-Sizes = tuple[int, float, float]
-
-
-def _named(sizes: Sizes) -> dict[str, Any]:
-    return dict(zip(("iterations", "eps", "hc_eps"), sizes, strict=True))
+    return reference.site(x, y, post, comb, mix, norm, join_fn(fn), scale, base, **sizes._asdict())
 
 
 def _recomputed(run, plain):
@@ -114,16 +103,16 @@ def _recomputed(run, plain):
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def function(sizes, *arrays):
-        return run(*arrays, **_named(sizes))
+        return run(*arrays, **sizes._asdict())
 
     def backward(sizes, arrays, cotangents):
         def recompute(*arrays):
             *given, fn, scale, base = arrays
-            return plain(*given, whole(fn), scale, base, **_named(sizes))
+            return plain(*given, join_fn(fn), scale, base, **sizes._asdict())
 
         return jax.vjp(recompute, *arrays)[1](cotangents)
 
-    function.defvjp(lambda sizes, *arrays: (run(*arrays, **_named(sizes)), arrays), backward)
+    function.defvjp(lambda sizes, *arrays: (run(*arrays, **sizes._asdict()), arrays), backward)
     return function
 
 

@@ -16,13 +16,14 @@ import numpy as np
 
 from pallas_kernels.case import Case
 from pallas_kernels.mhc import kernel, reference, stream
+from pallas_kernels.oracle64 import beyond, bfloat16, norms, sample
 
 SIZES: dict[str, Any] = {"iterations": 20, "eps": 1e-20, "hc_eps": 1e-6}
 TINY = (
-    kernel.Tile(8, 16, 32, 1, 4, 1, 0, 1, 64, 4),
-    kernel.Tile(50, 16, 32, 2, 4, 1, 8, 2, 64, 4),
-    stream.Tile(136, slices=1, teams=1, stages=3, fn_stages=2, lag=1),
-    stream.Tile(192, slices=1, teams=2, stages=3, fn_stages=2, lag=2),
+    kernel.Tile(limit=8, columns=32, finish_columns=64),
+    kernel.Tile(limit=50, columns=32, steps=2, lanes=8, finish_tokens=2, finish_columns=64),
+    stream.Tile(limit=136, slices=1, teams=1, stages=3, fn_stages=2, lag=1),
+    stream.Tile(limit=192, slices=1, teams=2, stages=3, fn_stages=2, lag=2),
 )
 HALF_STEPS = 40 * 5 * 2.0**-24
 
@@ -42,7 +43,7 @@ def inputs(seed: int, lead: tuple[int, ...], streams: int, width: int) -> tuple[
     norm = 1 + draw(next(keys), (width,)) / 8
     fn = jax.random.normal(next(keys), (count, streams * width)) / (streams * width) ** 0.5
     scale, base = jnp.array([1.0, 0.7, 1.5]), jax.random.normal(next(keys), (count,))
-    return x, y, post, comb, mix, norm, fn, scale, base, kernel.prepare(fn)
+    return x, y, post, comb, mix, norm, fn, scale, base, kernel.split_fn(fn)
 
 
 def exact_coefficients(z: np.ndarray, fn: np.ndarray, scale: np.ndarray, base: np.ndarray, m: int) -> tuple:
@@ -59,24 +60,15 @@ def exact_coefficients(z: np.ndarray, fn: np.ndarray, scale: np.ndarray, base: n
     return pre + SIZES["hc_eps"], 2 * post, comb, bound.max(1)
 
 
-def _sample(rows: int) -> np.ndarray:
+def _rows_checked(rows: int) -> np.ndarray:
     """All rows of a small call; of a large one the first, the last, and 30 between."""
-    return np.arange(rows) if rows <= 64 else np.unique(np.linspace(0, rows - 1, 32).astype(int))
-
-
-def _off(name: str, rows: np.ndarray, error: np.ndarray, bound: np.ndarray) -> list[str]:
-    """One line about the worst row, if any exceeds its bound; NaN does."""
-    wrong = ~(error <= bound)
-    if not wrong.any():
-        return []
-    worst = np.argmax(np.where(wrong, np.nan_to_num(error / np.maximum(bound, 1e-30), nan=np.inf), -1))
-    return [f"{name}: {wrong.sum()} of {len(rows)} rows, worst {rows[worst]}: {error[worst]:.3g} > {bound[worst]:.3g}"]
+    return np.arange(rows) if rows <= 64 else sample(rows, 32)
 
 
 def problems(given: tuple[Any, ...], output: Any) -> list[str]:
     """What `site` gave that it should not have."""
     m, d = given[0].shape[-2:]
-    rows = _sample(given[0].size // (m * d))
+    rows = _rows_checked(given[0].size // (m * d))
 
     def pick(array: Any, *shape: int) -> np.ndarray:
         return np.asarray(array).reshape(-1, *shape)[rows].astype(np.float64)
@@ -88,21 +80,15 @@ def problems(given: tuple[Any, ...], output: Any) -> list[str]:
     new, read = pick(new, m, d), pick(read, d)
     found = []
 
-    def bfloat16(a: np.ndarray) -> np.ndarray:
-        return np.asarray(jnp.asarray(a, jnp.float32).astype(jnp.bfloat16), np.float64)
-
-    def norm_of(a: np.ndarray) -> np.ndarray:
-        return np.sqrt((a * a).reshape(len(rows), -1).sum(1))
-
     exact = post[..., None] * y[:, None] + np.einsum("kij,kid->kjd", comb, x)
-    found += _off("X'", rows, norm_of(new - exact), 1.5 * norm_of(bfloat16(exact) - exact))
+    found += beyond("X'", rows, norms(new - exact), 1.5 * norms(bfloat16(exact) - exact))
     exact = np.einsum("km,kmd->kd", mix, new)
 
     def normalize(a: np.ndarray) -> np.ndarray:
         return norm * a / np.sqrt((a * a).mean(1, keepdims=True) + SIZES["eps"])
 
     model = bfloat16(normalize(bfloat16(exact)))
-    found += _off("next input", rows, norm_of(read - normalize(exact)), 1.5 * norm_of(model - normalize(exact)))
+    found += beyond("next input", rows, norms(read - normalize(exact)), 1.5 * norms(model - normalize(exact)))
     return found + coefficient_problems(new, rest, fn, scale, base, rows)
 
 
@@ -115,55 +101,55 @@ def coefficient_problems(new: np.ndarray, given: Any, fn: Any, scale: Any, base:
     for name, ours, theirs, limit in zip(("pre", "post", "comb"), given, exact, limits, strict=True):
         ours = np.asarray(ours).reshape(-1, *theirs.shape[1:])[rows].astype(np.float64)
         error = np.abs(ours - theirs).reshape(len(rows), -1).max(1)
-        found += _off(name, rows, error, np.broadcast_to(limit, error.shape))
+        found += beyond(name, rows, error, limit)
     return found
 
 
 def only_coefficients(given: tuple[Any, ...], output: Any) -> list[str]:
     """`problems` of `coefficients` on the streams as they are."""
     x = np.asarray(given[0]).reshape(-1, *given[0].shape[-2:])
-    rows = _sample(len(x))
+    rows = _rows_checked(len(x))
     fn, scale, base = (np.asarray(a, np.float64) for a in given[6:9])
     return coefficient_problems(x[rows].astype(np.float64), output, fn, scale, base, rows)
 
 
 def _site(*arrays: jax.Array, **how: Any) -> Any:
-    *given, _, scale, base, prepared = arrays
-    return kernel.site(*[*given, prepared, scale, base], **SIZES, **how)
+    *given, _, scale, base, halves = arrays
+    return kernel.site(*[*given, halves, scale, base], **SIZES, **how)
 
 
 def _coefficients(*arrays: jax.Array, **how: Any) -> Any:
     return kernel.coefficients(arrays[0], arrays[9], *arrays[7:9], **SIZES, **how)
 
 
-def _case(name: str, lead: tuple[int, ...], width: int, run: Callable[..., Any] = _site) -> Case:
+def _case(name: str, lead: tuple[int, ...], *, width: int, run: Callable[..., Any] = _site) -> Case:
     tokens, streams = int(np.prod(lead)), 4
     sums = streams * (streams + 2) * streams * width
     alone = run is not _site
     return Case(
-        name,
-        partial(inputs, lead=lead, streams=streams, width=width),
-        run if width > 1024 else partial(run, tile=TINY),
-        (lambda *a: reference.coefficients(a[0], *a[6:9], **SIZES))
+        name=name,
+        inputs=partial(inputs, lead=lead, streams=streams, width=width),
+        kernel=run if width > 1024 else partial(run, tile=TINY),
+        reference=(lambda *a: reference.coefficients(a[0], *a[6:9], **SIZES))
         if alone
         else lambda *a: reference.site(*a[:9], **SIZES),
-        only_coefficients if alone else problems,
+        problems=only_coefficients if alone else problems,
         flops=2.0 * tokens * sums,
         nbytes=2.0 * tokens * width * (streams if alone else 2 * streams + 2) + 4.0 * sums,
     )
 
 
 SMALL = (
-    _case("one-token", (1,), 64),
-    _case("ragged", (2, 9), 128),  # 18 rows in blocks of 16
-    _case("streamed", (2, 68), 64),  # 136 rows in blocks of 64
-    _case("streamed by two", (192,), 64),  # three blocks for two teams
-    _case("coefficients", (5,), 128, _coefficients),
+    _case("one-token", (1,), width=64),
+    _case("ragged", (2, 9), width=128),  # 18 rows in blocks of 16
+    _case("streamed", (2, 68), width=64),  # 136 rows in blocks of 64
+    _case("streamed by two", (192,), width=64),  # three blocks for two teams
+    _case("coefficients", (5,), width=128, run=_coefficients),
 )
 MODEL = (
-    _case("site-8192", (8192,), 5120),
-    _case("site-512", (512,), 5120),
-    _case("site-64", (64,), 5120),
-    _case("site-1", (1,), 5120),
-    _case("coefficients-8192", (8192,), 5120, _coefficients),
+    _case("site-8192", (8192,), width=5120),
+    _case("site-512", (512,), width=5120),
+    _case("site-64", (64,), width=5120),
+    _case("site-1", (1,), width=5120),
+    _case("coefficients-8192", (8192,), width=5120, run=_coefficients),
 )

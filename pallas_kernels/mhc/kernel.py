@@ -15,20 +15,15 @@ partial sums of its 24 products, of X'^2 and of collapse^2. Every block of rows 
 tokens want tall blocks. Finish: some blocks add the partial sums and turn them into coefficients, the others normalize.
 A ragged last block repeats the last row, and writes equal values.
 
-Backend: Pallas-Triton; its elementwise part and dot share one layout here. What was tried at T = 8192 (floor 0.20 ms,
-this 0.34): one pass over a row's columns, 16 rows a block (2.5 times the floor: fn from L2 outweighs the streams);
-streams as the left operand (the update computed twice, in two layouts, and spills); 8 warps (the accumulator changes
-layout through shared memory twice a step: 2.8 times); without explicit FMA; strips of 16 columns (half as fast as 32).
-Left of it (ncu): 8 warps an SM wait for loads, L2 at 70 % of its throughput, DRAM at 58 %, issue at a third.
+Backend: Pallas-Triton; its elementwise part and dot share one layout here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,31 +32,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float, Float32
 
-from pallas_kernels import BackendError
+from pallas_kernels import BackendError, ptx
 from pallas_kernels.formats import cast
 from pallas_kernels.mhc import stream
-from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, Sizes, mixes, wanted
+from pallas_kernels.references import Ref, named
+from pallas_kernels.target import choose_tile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Sizes of the two launches for calls of up to `most` tokens.
+    """Sizes of the two launches for calls of up to `limit` tokens.
 
     `lanes` 0: a finishing block turns one token's sums into coefficients, all threads on the same numbers. Else it does
     so for that many tokens, one a thread, and the partial sums are kept with tokens last.
     """
 
-    most: int
-    tokens: int
-    columns: int
-    steps: int
-    warps: int
-    stages: int
-    lanes: int
-    finish_tokens: int
-    finish_columns: int
-    finish_warps: int
+    limit: int
+    tokens: int = 16
+    columns: int = 64
+    steps: int = 1
+    warps: int = 4
+    stages: int = 1
+    lanes: int = 0
+    finish_tokens: int = 1
+    finish_columns: int = 1024
+    finish_warps: int = 4
     granule: ClassVar[int] = 1  # what the tokens are a multiple of
 
     @property
@@ -70,25 +66,26 @@ class Tile:
         return math.lcm(self.columns * self.steps, self.finish_columns)
 
 
+ANY = 1 << 30  # tokens
 Tiles = tuple[Tile | stream.Tile, ...]  # a call takes the first of a kind it can use that is for so many tokens
 H200: Tiles = (
-    Tile(16, 16, 64, 1, 4, 1, 0, 1, 512, 2),
-    Tile(256, 16, 64, 1, 4, 1, 0, 1, 1024, 4),
-    Tile(1024, 32, 64, 1, 4, 1, 0, 1, 1024, 1),
-    stream.Tile(1 << 30),
-    Tile(1 << 30, 64, 32, 16, 4, 3, 128, 2, 1024, 4),
+    Tile(limit=16, finish_columns=512, finish_warps=2),
+    Tile(limit=256),
+    Tile(limit=1024, tokens=32, finish_warps=1),
+    stream.Tile(limit=ANY),
+    Tile(limit=ANY, tokens=64, columns=32, steps=16, stages=3, lanes=128, finish_tokens=2),
 )
 B300: Tiles = tuple(tile for tile in H200 if isinstance(tile, Tile))  # it has no wgmma
 
 
-def prepare(fn: Float32[Array, "coefficients hidden"]) -> BFloat16[Array, "halves hidden"]:
+def split_fn(fn: Float32[Array, "coefficients hidden"]) -> BFloat16[Array, "halves hidden"]:
     """fn as the kernel reads it, once per weight: its high and then its low halves in bfloat16."""
     hi = cast(fn, jnp.bfloat16)
     return jnp.concatenate([hi, cast(fn - hi.astype(jnp.float32), jnp.bfloat16)])
 
 
-def whole(fn: Float[Array, "rows hidden"]) -> Float32[Array, "coefficients hidden"]:
-    """fn in float32, from `prepare`d halves too."""
+def join_fn(fn: Float[Array, "rows hidden"]) -> Float32[Array, "coefficients hidden"]:
+    """fn in float32, from its halves too."""
     return fn if fn.dtype == jnp.float32 else jnp.sum(fn.astype(jnp.float32).reshape(2, -1, fn.shape[1]), axis=0)
 
 
@@ -97,75 +94,88 @@ def _rows(block: Array, size: int, tokens: int) -> Array:
     return jnp.minimum(block * size + jnp.arange(size, dtype=jnp.int32), tokens - 1)
 
 
-def _asm(instruction: str, plain: Callable[..., Array], *args: Array, interpret: bool) -> Array:
-    """One float32 instruction of PTX, elementwise; interpret mode has only its plain twin."""
-    shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
-    args = tuple(jnp.broadcast_to(arg, shape) for arg in args)
-    if interpret:
-        return plain(*args)
-    places = ", ".join(f"${i}" for i in range(len(args) + 1))
-    return plt.elementwise_inline_asm(
-        f"{instruction} {places};",
-        args=args,
-        constraints="=f" + ",f" * len(args),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
-    )[0]
+class Sweep(NamedTuple):
+    """References of the first launch: arrays in, arrays out."""
+
+    x: Ref
+    y: Ref
+    post: Ref
+    comb: Ref
+    mix: Ref
+    fn: Ref
+    new: Ref
+    read: Ref
+    part: Ref
 
 
-# Triton under XLA contracts no product and sum by itself, and that is most of the sweep's arithmetic.
-_fma = partial(_asm, "fma.rn.f32", lambda a, b, c: a * b + c)
-_reciprocal = partial(_asm, "rcp.approx.ftz.f32", lambda x: 1.0 / x)
+class Finish(NamedTuple):
+    """References of the second launch: arrays in, arrays out."""
+
+    part: Ref
+    scale: Ref
+    base: Ref
+    read: Ref
+    norm: Ref
+    normed: Ref
+    pre: Ref
+    post: Ref
+    comb: Ref
 
 
-def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: bool):
+def _sweep(*refs: Ref, tile: Tile, streams: int, width: int, fused: bool, interpret: bool) -> None:
     """One block of rows and columns. Unfused, the streams stand as they are: only the sums for their coefficients.
 
     Arrays are [columns, tokens]: so the rounded streams are a tensor core's right operand as they are, in the layout
     that they are loaded and stored in, and fn's 64 rows fill the left one.
     """
-    x_ref, *given, fn_ref, part_ref = [*refs[:-3], refs[-1]] if fused else refs
+    of = named(Sweep, iter(refs), absent=() if fused else ("y", "post", "comb", "mix", "new", "read"))
     every, chunk, shape = range(streams), pl.program_id(0), (tile.columns, tile.tokens)
-    rows = _rows(pl.program_id(1), tile.tokens, x_ref.shape[0])
+    rows = _rows(pl.program_id(1), tile.tokens, of.x.shape[0])
     row = jnp.broadcast_to(rows[None, :], shape)
     # A tensor core's 64 rows: eight of the one half, eight of the other, and so on; the last ones repeat. A thread's
-    # accumulator has rows eight apart, so that the halves are added where they are.
-    count, fn_shape = fn_ref.shape[0] // 2, (2 * RECORD, tile.columns)
+    # accumulator has rows eight apart, so that the halves are added where they are. Of 24 coefficients:
+    #     rows 0..7, 16..23, 32..39    hi of 0..7, 8..15, 16..23      rows 48..55    hi of 23
+    #     rows 8..15, 24..31, 40..47   lo of the same                 rows 56..63    lo of 23
+    count, fn_shape = of.fn.shape[0] // 2, (2 * RECORD, tile.columns)
     fn_row = lax.broadcasted_iota(jnp.int32, fn_shape, 0)
     fn_row = fn_row // 8 % 2 * count + jnp.minimum(fn_row // 16 * 8 + fn_row % 8, count - 1)
-    fma = partial(_fma, interpret=interpret)
+    fma = partial(ptx.fma, interpret=interpret)
     if fused:
-        (y_ref, post_ref, comb_ref, mix_ref), (new_ref, read_ref) = given, refs[-3:-1]
-        post = [post_ref[rows, j][None, :] for j in every]
-        mix = [mix_ref[rows, j][None, :] for j in every]
-        comb = [[comb_ref[rows, i * streams + j][None, :] for j in every] for i in every]
+        post = [of.post[rows, j][None, :] for j in every]
+        mix = [of.mix[rows, j][None, :] for j in every]
+        comb = [[of.comb[rows, i * streams + j][None, :] for j in every] for i in every]
 
-    def step(k, sums):
+    def step(k: Array | int, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         product, square, read_square = sums
         first = (k * pl.num_programs(0) + chunk) * tile.columns  # blocks that run together read side by side
         column = first + lax.broadcasted_iota(jnp.int32, shape, 0)
-        now = [x_ref[row, column + i * width] for i in every]
+        now = [of.x[row, column + i * width] for i in every]
         fn_column = first + lax.broadcasted_iota(jnp.int32, fn_shape, 1)
-        fn = [fn_ref[fn_row, fn_column + i * width] for i in every]  # here: no load may wait for a store
+        fn = [of.fn[fn_row, fn_column + i * width] for i in every]  # here: no load may wait for a store
         if fused:
-            y = y_ref[row, column].astype(jnp.float32)
+            y = of.y[row, column].astype(jnp.float32)
             old, read = [x.astype(jnp.float32) for x in now], jnp.zeros(shape, jnp.float32)
         for j in every:
             rounded = now[j]
             if fused:
+                # X'_j = post_j y + sum_i comb[i, j] X_i, rounded
                 new = post[j] * y
                 for i in every:
                     new = fma(comb[i][j], old[i], new)
                 rounded = new.astype(jnp.bfloat16)
-                new_ref[row, column + j * width] = rounded
+                of.new[row, column + j * width] = rounded
+            # sum of X'^2
             new = rounded.astype(jnp.float32)
             square = fma(new, new, square)
             if fused:
+                # read = sum_j mix_j X'_j
                 read = fma(mix[j], new, read)
+            # z fn^T
             product += plt.dot(fn[j], rounded)
         if fused:
+            # read rounded, and the sum of its squares
             rounded = read.astype(jnp.bfloat16)
-            read_ref[row, column] = rounded
+            of.read[row, column] = rounded
             read = rounded.astype(jnp.float32)
             read_square = fma(read, read, read_square)
         return product, square, read_square
@@ -173,87 +183,91 @@ def _sweep(*refs, tile: Tile, streams: int, width: int, fused: bool, interpret: 
     zero = jnp.zeros(shape, jnp.float32)
     sums = jnp.zeros((2 * RECORD, tile.tokens), jnp.float32), zero, zero
     product, square, read_square = step(0, sums) if tile.steps == 1 else lax.fori_loop(0, tile.steps, step, sums)
+    # z fn^T = z hi^T + z lo^T
     record = product.reshape(-1, 2, 8, tile.tokens).sum(axis=1).reshape(RECORD, tile.tokens)
     place = lax.broadcasted_iota(jnp.int32, record.shape, 0)
-    to = _part(part_ref, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)
+    to = _part(of.part, jnp.broadcast_to(rows[None, :], record.shape), chunk * RECORD + place, tile)
     plt.store(to, record, mask=place < count)
     for n, values in ((SQUARE, square), (READ_SQUARE, read_square)):
-        _part(part_ref, rows, jnp.full(rows.shape, chunk * RECORD + n), tile)[...] = values.sum(axis=0)
+        _part(of.part, rows, jnp.full(rows.shape, chunk * RECORD + n), tile)[...] = values.sum(axis=0)
 
 
-def _part(part_ref, row: Array, place: Array, tile: Tile):
+def _part(part: Ref, row: Array, place: Array, tile: Tile) -> Ref:
     """Partial sums of tokens `row`, number `place` (chunk * RECORD + n)."""
-    return part_ref.at[(place, row) if tile.lanes else (row, place)]
+    return part.at[(place, row) if tile.lanes else (row, place)]
 
 
-def _sum(part_ref, rows: Array, n: int, tile: Tile, chunks: int) -> Array:
+def _sum(part: Ref, rows: Array, n: int, tile: Tile, chunks: int) -> Array:
     """Number n of some tokens, summed over the chunks."""
     shape = (rows.shape[0], pl.next_power_of_2(chunks))
     chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
     row = jnp.broadcast_to(rows[:, None], shape)
-    found = _part(part_ref, row, jnp.minimum(chunk, chunks - 1) * RECORD + n, tile)[...]
+    found = _part(part, row, jnp.minimum(chunk, chunks - 1) * RECORD + n, tile)[...]
     return jnp.where(chunk < chunks, found, 0.0).sum(axis=1)
 
 
-def _sums_of_lanes(part_ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
+def _sums_of_lanes(part: Ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
     """Several numbers of many tokens, one a thread."""
 
-    def add(chunk, total):
-        return [value + part_ref[chunk * RECORD + n, rows] for value, n in zip(total, numbers, strict=True)]
+    def add(chunk: Array, total: list[Array]) -> list[Array]:
+        return [value + part[chunk * RECORD + n, rows] for value, n in zip(total, numbers, strict=True)]
 
     return lax.fori_loop(0, chunks, add, [jnp.zeros(rows.shape, jnp.float32)] * len(numbers))
 
 
-def _sums_of_one(part_ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
+def _sums_of_one(part: Ref, rows: Array, numbers: list[int], chunks: int) -> list[Array]:
     """Several numbers of one token: its partial sums are read as they lie, then picked from the total."""
     shape = (1, pl.next_power_of_2(chunks), RECORD)
     place = lax.broadcasted_iota(jnp.int32, shape, 1) * RECORD + lax.broadcasted_iota(jnp.int32, shape, 2)
-    found = part_ref[jnp.broadcast_to(rows[:, None, None], shape), jnp.minimum(place, chunks * RECORD - 1)]
+    found = part[jnp.broadcast_to(rows[:, None, None], shape), jnp.minimum(place, chunks * RECORD - 1)]
     record = jnp.where(place < chunks * RECORD, found, 0.0).sum(axis=1)
     column = lax.broadcasted_iota(jnp.int32, record.shape, 1)
     return [jnp.where(column == n, record, 0.0).sum(axis=1) for n in numbers]
 
 
-def _coefficients(refs, rows: Array, *, tile: Tile, sizes, streams: int, width: int, chunks: int, interpret: bool):
-    part_ref, scale_ref, base_ref, pre_ref, post_ref, comb_ref = refs
+def _coefficients(
+    of: Finish, rows: Array, *, tile: Tile, sizes: Sizes, streams: int, width: int, chunks: int, interpret: bool
+) -> None:
+    """pre, post and comb of some tokens: `mixes` of their sums."""
     count = streams * (streams + 2)
-    scale, base = [scale_ref[i] for i in range(3)], [base_ref[i] for i in range(count)]  # before any store
-    number = (_sums_of_lanes if tile.lanes else _sums_of_one)(part_ref, rows, wanted(streams), chunks)
-    reciprocal = partial(_reciprocal, interpret=interpret)
+    scale, base = [of.scale[i] for i in range(3)], [of.base[i] for i in range(count)]  # before any store
+    number = (_sums_of_lanes if tile.lanes else _sums_of_one)(of.part, rows, wanted(streams), chunks)
+    reciprocal = partial(ptx.reciprocal, interpret=interpret)
     pre, post, comb = mixes(number, scale, base, streams=streams, width=width, sizes=sizes, reciprocal=reciprocal)
     for j in range(streams):
-        pre_ref[rows, j] = pre[j]
-        post_ref[rows, j] = post[j]
+        of.pre[rows, j] = pre[j]
+        of.post[rows, j] = post[j]
     for i, line in enumerate(comb):
         for j, value in enumerate(line):
-            comb_ref[rows, i * streams + j] = value
+            of.comb[rows, i * streams + j] = value
 
 
-def _finish(*refs, tile: Tile, sizes, streams: int, width: int, chunks: int, fused: bool, interpret: bool):
+def _finish(
+    *refs: Ref, tile: Tile, sizes: Sizes, streams: int, width: int, chunks: int, fused: bool, interpret: bool
+) -> None:
     """Some blocks make coefficients, the rest normalize: both read the sweep's sums."""
-    part_ref, scale_ref, base_ref, *given = refs[: 5 if fused else 3]
-    tokens = refs[-1].shape[0]
+    of = named(Finish, iter(refs), absent=() if fused else ("read", "norm", "normed"))
+    tokens = of.comb.shape[0]
     block, each = pl.program_id(0), max(tile.lanes, 1)
     makers = -(-tokens // each)
 
     @pl.when(block < makers)
-    def coefficients():
-        static = {"tile": tile, "sizes": sizes, "streams": streams, "width": width, "chunks": chunks}
-        mine = part_ref, scale_ref, base_ref, *refs[-3:]
-        _coefficients(mine, _rows(block, each, tokens), interpret=interpret, **static)
+    def coefficients() -> None:
+        static: dict[str, Any] = {"streams": streams, "width": width, "chunks": chunks, "interpret": interpret}
+        _coefficients(of, _rows(block, each, tokens), tile=tile, sizes=sizes, **static)
 
     if not fused:
         return
-    read_ref, norm_ref, out_ref = *given, refs[-4]
 
     @pl.when(block >= makers)
-    def normalize():
+    def normalize() -> None:
         parts = width // tile.finish_columns
         rows = _rows((block - makers) // parts, tile.finish_tokens, tokens)
         here = pl.ds((block - makers) % parts * tile.finish_columns, tile.finish_columns)
-        read, weight = read_ref[rows, here].astype(jnp.float32), norm_ref[here].astype(jnp.float32)
-        inverse = lax.rsqrt(_sum(part_ref, rows, READ_SQUARE, tile, chunks) / width + sizes[1])
-        out_ref[rows, here] = (weight[None, :] * (read * inverse[:, None])).astype(jnp.bfloat16)
+        # norm * (read * rsqrt(mean(read^2) + eps))
+        read, weight = of.read[rows, here].astype(jnp.float32), of.norm[here].astype(jnp.float32)
+        inverse = lax.rsqrt(_sum(of.part, rows, READ_SQUARE, tile, chunks) / width + sizes.eps)
+        of.normed[rows, here] = (weight[None, :] * (read * inverse[:, None])).astype(jnp.bfloat16)
 
 
 def _launches(
@@ -264,7 +278,7 @@ def _launches(
     scale: Array,
     base: Array,
     *,
-    sizes: tuple[int, float, float],
+    sizes: Sizes,
     tile: Tile,
     interpret: bool,
 ) -> list[Array]:
@@ -307,8 +321,8 @@ def _fits[T: Tile | stream.Tile](
             raise BackendError(f"backend 'pallas': mhc takes {name} in bfloat16, not {array.dtype}")
     streams, width = x.shape[-2:]
     tokens, count = math.prod(x.shape[:-2]), streams * (streams + 2)
-    tiles = target_tile({"sm_90": H200, "sm_103": B300}) if tiles is None else tiles
-    tile = next(t for t in tiles if isinstance(t, kinds) and tokens <= t.most and tokens % t.granule == 0)
+    tiles = choose_tile({"sm_90": H200, "sm_103": B300}) if tiles is None else tiles
+    tile = next(t for t in tiles if isinstance(t, kinds) and tokens <= t.limit and tokens % t.granule == 0)
     if width % tile.step or count > RECORD - 2 or tokens == 0:
         rule = f"a width in multiples of {tile.step}, at most {RECORD - 2} coefficients and a token"
         raise BackendError(f"backend 'pallas': mhc takes {rule}; x is {x.shape}")
@@ -331,10 +345,10 @@ def coefficients(
     tile: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """As the reference's; `fn` may be prepared."""
+    """As the reference's; `fn` may be its halves."""
     chosen, lead = _fits(x, fn, tile, (Tile,)), x.shape[:-2]
     flat = x.reshape(-1, *x.shape[-2:])
-    sizes, fn = (iterations, eps, hc_eps), prepare(fn) if fn.dtype == jnp.float32 else fn
+    sizes, fn = Sizes(iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
     out = _launches(flat, (), None, fn, scale, base, sizes=sizes, tile=chosen, interpret=interpret)
     pre, post, comb = (value.reshape(*lead, *value.shape[1:]) for value in out)
     return pre, post, comb
@@ -358,12 +372,12 @@ def site(
     tile: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """As the reference's; `fn` may be prepared."""
+    """As the reference's; `fn` may be its halves."""
     chosen = _fits(x, fn, tile, (Tile, stream.Tile), y=y, norm=norm)
     lead, (streams, width) = x.shape[:-2], x.shape[-2:]
     flat = x.reshape(-1, streams, width)
     given = y.reshape(-1, width), post.reshape(-1, streams), comb.reshape(-1, streams**2), mix.reshape(-1, streams)
-    sizes, fn = (iterations, eps, hc_eps), prepare(fn) if fn.dtype == jnp.float32 else fn
+    sizes, fn = Sizes(iterations, eps, hc_eps), split_fn(fn) if fn.dtype == jnp.float32 else fn
     arrays = flat, given, norm, fn, scale, base
     if isinstance(chosen, stream.Tile):
         out = stream.site(*arrays, sizes=sizes, tile=chosen, interpret=interpret)

@@ -6,7 +6,7 @@ that no reduction crosses threads: the Sinkhorn chain of 40 sums is what takes t
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,14 @@ RECORD = 32  # floats of a partial sum: 2M + M*M products, X'^2, collapse^2, pad
 SQUARE, READ_SQUARE = RECORD - 2, RECORD - 1  # where the two sums of squares stand
 Matrix = list[list[jax.Array]]
 Reciprocal = Callable[[jax.Array], jax.Array]
+
+
+class Sizes(NamedTuple):
+    """hc_sinkhorn_iters, rms_norm_eps and hc_eps of the config."""
+
+    iterations: int
+    eps: float
+    hc_eps: float
 
 
 def wanted(streams: int) -> list[int]:
@@ -42,9 +50,12 @@ def sinkhorn(logits: Matrix, iterations: int, eps: float, reciprocal: Reciprocal
         inverse = inverses([total([row[j] for row in c]) + eps for j in every])
         return [[v * r for v, r in zip(row, inverse, strict=True)] for row in c]
 
+    # comb = softmax(logits) + eps
     tops = [reduce(jnp.maximum, row) for row in logits]
     exps = [[jnp.exp(v - top) for v in row] for row, top in zip(logits, tops, strict=True)]
-    comb = columns([[v + eps for v in row] for row in rows(exps, 0.0)])
+    comb = [[v + eps for v in row] for row in rows(exps, 0.0)]
+    # comb = comb / (comb.sum(-2) + eps), then rows and columns in turn
+    comb = columns(comb)
     return lax.fori_loop(0, iterations - 1, lambda _, c: columns(rows(c, eps)), comb)
 
 
@@ -55,17 +66,19 @@ def mixes(
     *,
     streams: int,
     width: int,
-    sizes: tuple[int, float, float],
+    sizes: Sizes,
     reciprocal: Reciprocal,
 ) -> tuple[list[jax.Array], list[jax.Array], Matrix]:
     """(pre, post, comb) of tokens from the numbers that `wanted` names; scale and base are lists, or references, read
     where they are needed."""
-    iterations, eps, hc_eps = sizes
     count = streams * (streams + 2)
-    inverse = lax.rsqrt(number[-1] / (streams * width) + eps)
+    # m = (z fn^T) * rsqrt(mean(z^2) + eps)
+    inverse = lax.rsqrt(number[-1] / (streams * width) + sizes.eps)
     group = [0] * streams + [1] * streams + [2] * streams**2
     logit = [number[n] * inverse * scale[group[n]] + base[n] for n in range(count)]
-    pre = [jax.nn.sigmoid(v) + hc_eps for v in logit[:streams]]
+    # pre = sigmoid(m_pre * scale[0] + base_pre) + hc_eps; post = 2 sigmoid(m_post * scale[1] + base_post)
+    pre = [jax.nn.sigmoid(v) + sizes.hc_eps for v in logit[:streams]]
     post = [2.0 * jax.nn.sigmoid(v) for v in logit[streams : 2 * streams]]
+    # comb = Sinkhorn(m_comb * scale[2] + base_comb)
     square = [logit[start : start + streams] for start in range(2 * streams, count, streams)]
-    return pre, post, sinkhorn(square, iterations, hc_eps, reciprocal)
+    return pre, post, sinkhorn(square, sizes.iterations, sizes.hc_eps, reciprocal)

@@ -1,8 +1,8 @@
 """The site of many tokens on Hopper in one launch: every byte of the streams, y and the next input moves once.
 
-**Why.** Triton keeps what it loads in registers, so too few loads are in flight (58 % of DRAM's rate), and its blocks
-have a part of a row each, so the collapse was written, read again and normed by a second launch. Here copies run ahead
-into shared memory, and a row's collapse stays there until its sum of squares is known.
+**Why.** The two launches of `kernel.py` keep what they load in registers, so too few loads are in flight, and their
+blocks have a part of a row each, so the collapse is written, read again and normed by the second. Here copies run
+ahead into shared memory, and a row's collapse stays there until its sum of squares is known.
 
 **Numerics.** As in `kernel.py`: float32, X' and the collapse rounded to bfloat16 where the reference rounds them, fn in
 two bfloat16 halves, sums over parts of a row in a fixed order.
@@ -20,10 +20,7 @@ together touch neighbouring bytes. A program is four warpgroups, which hand each
 Programs stay resident, one a multiprocessor. A team waits only for its own programs, neighbours in launch order, so it
 gets through on a smaller GPU too. A ragged last block takes the last 64 rows, and writes some again with equal values.
 
-Backend: Mosaic GPU, for its copy engine and `wgmma`. On an H200, T = 8192 (floor 195 us, Triton 340): 287 us.
-Tried: 10 and 16 programs a row 295 and 313 (an item costs some 3 us of waiting), fn two deep 311, a deeper ring instead
-of a fifth buffer 289, strips of 64 columns with 16 programs 315; update and collapse in one warpgroup 313; coefficients
-while others of the team wait for the ring, 324 (465 with 16 programs); all four warps issuing copies, the same as one.
+Backend: Mosaic GPU, for its copy engine and `wgmma`.
 """
 
 from __future__ import annotations
@@ -40,8 +37,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, mixes, wanted
-from pallas_kernels.mhc.team import COLUMN, ROWS, Arrays, Buffers, Team, Tile, repeat
+from pallas_kernels.hopper.program import COLUMN, repeat, swizzled
+from pallas_kernels.mhc.mixes import READ_SQUARE, RECORD, SQUARE, Sizes, mixes, wanted
+from pallas_kernels.mhc.team import ROWS, Arrays, Buffers, Team, Tile
+from pallas_kernels.references import Ref, named
 
 PIECE = 32  # columns of a strip that a thread holds in float32 at a time
 LANES = 8
@@ -58,7 +57,7 @@ def site(
     scale: jax.Array,
     base: jax.Array,
     *,
-    sizes: tuple[int, float, float],
+    sizes: Sizes,
     tile: Tile,
     interpret: bool = False,
 ) -> list[jax.Array]:
@@ -68,8 +67,9 @@ def site(
     blocks, halves = -(-tokens // ROWS), fn.shape[0]
     strips, teams = width // tile.step, min(tile.teams, blocks)
 
-    def body(*refs: Any) -> None:
-        arrays, buffers = Arrays(*refs[: len(Arrays._fields)]), Buffers(*refs[len(Arrays._fields) :])
+    def body(*refs: Ref) -> None:
+        given = iter(refs)
+        arrays, buffers = named(Arrays, given), named(Buffers, given)
         program, role = lax.axis_index("program"), lax.axis_index("warpgroup")
         work = _Program(
             arrays=arrays,
@@ -94,9 +94,7 @@ def site(
 
             pl.when(role == n)(start)
 
-    swizzle: Any = plgpu.SwizzleTransform
-    tiling: Any = plgpu.TilingTransform  # abstract, as its annotations have it
-    transforms = () if interpret else (tiling((8, tile.columns)), swizzle(2 * tile.columns))
+    transforms = () if interpret else swizzled(tile.columns)
     tiled = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=transforms)
     like = partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     numbers = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -194,7 +192,7 @@ class _Program(Team):
                     product = accumulator[...]
                 last = (k + 1) * self.strips - 1
                 plgpu.barrier_arrive(self.buffers.fn_empty.at[lax.rem(last, fn_stages)])
-                return product[:, :count] + product[:, count:]
+                return product[:, :count] + product[:, count:]  # hi and lo
 
             product = strips(None) if self.interpret else pl.run_scoped(strips, plgpu.ACC((ROWS, halves)))
             arrays.parts[pl.ds(self.block(k) * ROWS, ROWS), self.part, pl.ds(0, count)] = product
@@ -214,6 +212,7 @@ class _Program(Team):
                 for j in range(len(self.every) + 1)
             ]
             for j in self.every:
+                # X'_j = post_j y + sum_i comb[i, j] X_i, rounded
                 new = _wide(post[j], y) * y
                 for i in self.every:
                     new += _wide(comb[i][j], y) * old[i]
@@ -226,6 +225,7 @@ class _Program(Team):
             plgpu.barrier_arrive(buffers.fn_empty.at[lax.rem(n - 1, tile.fn_stages)])
 
         plgpu.barrier_wait(buffers.fn_full.at[fn_slot])
+        # z fn^T, fn in halves; X' takes X's place
         for j in self.every:
             rounded = updated[j][0] if len(updated[j]) == 1 else jnp.concatenate(updated[j], axis=1)
             buffers.strips[slot, j] = rounded
@@ -261,6 +261,7 @@ class _Program(Team):
                 for j in self.every:
                     to = arrays.new.at[rows, j, self.columns(strip)]
                     plgpu.copy_smem_to_gmem(buffers.strips.at[slot, j], to)
+                # read = sum_j mix_j X'_j, rounded; sums of X'^2 and of read^2
                 read = None
                 for j in self.every:
                     new = self.strip(buffers.strips.at[slot, j]).astype(jnp.float32)
@@ -303,8 +304,9 @@ class _Program(Team):
             else:
                 counter = self.counters.at[self.block(k)]
                 plgpu.semaphore_wait(counter, 2 * tile.slices, decrement=False, memory_scope="gpu")
+            # norm * (read * rsqrt(mean(read^2) + eps))
             total = self.summed(lambda part: self.get(self.part_of(k, part, READ_SQUARE)))
-            inverse = lax.rsqrt(total / width + self.sizes[1])
+            inverse = lax.rsqrt(total / width + self.sizes.eps)
 
             def step(strip: Any) -> None:
                 n = k * self.strips + strip
@@ -328,9 +330,9 @@ class _Program(Team):
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(buffers.free.at[lax.rem(self.steps - 1, self.ring)])
         # Only now: while it made coefficients, its whole team would wait for its part of the ring.
-        repeat(lax.div(self.items - self.part + (tile.slices - 1), tile.slices), self.weigh)
+        repeat(lax.div(self.items - self.part + (tile.slices - 1), tile.slices), self.coefficients)
 
-    def weigh(self, i: Any) -> None:
+    def coefficients(self, i: Any) -> None:
         """The coefficients of the rows of item i of those that are this program's."""
         arrays, streams, k = self.arrays, len(self.every), self.part + i * self.tile.slices
         block = pl.ds(self.block(k) * ROWS, ROWS)

@@ -11,16 +11,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.program import ROW, repeat
+from pallas_kernels.mhc.mixes import Sizes
+from pallas_kernels.references import Ref
+
 ROWS = 64  # of a tensor core's tile
-ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Sizes for calls of up to `most` tokens, of which there are at least 64. Shared memory holds `stages` strips of
+    """Sizes for calls of up to `limit` tokens, of which there are at least 64. Shared memory holds `stages` strips of
     the streams and y, `fn_stages` of fn, and the ring. `registers` of a thread: the four warpgroups share 512."""
 
-    most: int
+    limit: int
     columns: int = 32
     slices: int = 8
     teams: int = 16
@@ -40,21 +43,21 @@ class Tile:
 class Arrays(NamedTuple):
     """Device memory: what comes in, what goes out, and `parts` [rows, slices, RECORD], the sums over parts of rows."""
 
-    x: Any
-    y: Any
-    post: Any
-    comb: Any
-    mix: Any
-    norm: Any
-    fn: Any
-    scale: Any
-    base: Any
-    new: Any
-    read: Any
-    pre_out: Any
-    post_out: Any
-    comb_out: Any
-    parts: Any
+    x: Ref
+    y: Ref
+    post: Ref
+    comb: Ref
+    mix: Ref
+    norm: Ref
+    fn: Ref
+    scale: Ref
+    base: Ref
+    new: Ref
+    read: Ref
+    pre_out: Ref
+    post_out: Ref
+    comb_out: Ref
+    parts: Ref
 
 
 class Buffers(NamedTuple):
@@ -62,29 +65,29 @@ class Buffers(NamedTuple):
     strip passes them: `full` and `fn_full` loaded, `mixed`, `taken` into the ring; `free`, `empty` and `fn_empty` used
     up. `done` stands for the counters in interpret mode."""
 
-    strips: Any
-    fn: Any
-    ring: Any
-    full: Any
-    fn_full: Any
-    mixed: Any
-    taken: Any
-    free: Any
-    empty: Any
-    fn_empty: Any
-    done: Any
+    strips: Ref
+    fn: Ref
+    ring: Ref
+    full: Ref
+    fn_full: Ref
+    mixed: Ref
+    taken: Ref
+    free: Ref
+    empty: Ref
+    fn_empty: Ref
+    done: Ref
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Team:
     """What the warpgroups of a program share. Item k of a team is its k-th block of 64 rows; a program's steps are the
     strips of its items, one after the other."""
 
     arrays: Arrays
     buffers: Buffers
-    counters: Any
+    counters: Ref
     tile: Tile
-    sizes: tuple[int, float, float]
+    sizes: Sizes
     teams: int
     team: Any
     part: Any
@@ -144,13 +147,3 @@ class Team:
         """Wait for the last arrivals, which nobody else waits for."""
         first = lax.max(self.steps - count, 0)
         repeat(self.steps, lambda n: plgpu.barrier_wait(barriers.at[lax.rem(n, count)]), first)
-
-
-def repeat(count: Any, body: Callable[[Any], None], first: Any = 0) -> None:
-    """body(first), ..., body(count - 1), one after the other."""
-
-    def one(i: Any, _: Any) -> int:
-        body(i)
-        return 0
-
-    lax.fori_loop(first, count, one, 0)

@@ -4,12 +4,12 @@ import jax
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels.pack import kernel, reference
-from pallas_kernels.pack.reference import width
+from pallas_kernels.pack.reference import turned, width
 from pallas_kernels.target import use_kernel
 
-__all__ = ["insert", "pack", "width"]
+__all__ = ["insert", "pack", "turned", "width"]
 
-LAYOUTS = tuple(reference.GROUP)
+LAYOUTS = tuple(reference.GROUPS)
 
 
 def pack(
@@ -65,5 +65,5 @@ def insert(
 def _known(layout: str, channels: int) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
-    if channels % reference.GROUP[layout]:
-        raise ValueError(f"x: {channels} channels are not a multiple of {layout}'s group {reference.GROUP[layout]}")
+    if channels % reference.GROUPS[layout]:
+        raise ValueError(f"x: {channels} channels are not a multiple of {layout}'s group {reference.GROUPS[layout]}")

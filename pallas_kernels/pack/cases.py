@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.case import Case
+from pallas_kernels.oracle64 import E2M1, E4M3, bfloat16, sample
 from pallas_kernels.pack import kernel, reference
 
 EPS = 1e-20
 SLACK = 2.0**-20  # float32 of a norm's sum and product, of an angle's cosine, of a rotation: a few times 2**-23 each
-E4M3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def inputs(seed: int, batch: int, tokens: int, channels: int, layout: str, slots: int) -> tuple[Any, ...]:
+def inputs(seed: int, *, batch: int, tokens: int, channels: int, layout: str, slots: int) -> tuple[Any, ...]:
     """Rows of many sizes, one of them zeros; positions up to a million; a slot for most tokens, none for some; a store
     of random bytes."""
     keys = iter(jax.random.split(jax.random.key(seed), 6))
@@ -37,25 +36,21 @@ def inputs(seed: int, batch: int, tokens: int, channels: int, layout: str, slots
     return store, x, positions, slot, freqs, norm
 
 
-def _bfloat16(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
-
-
 def values(x: np.ndarray, positions: np.ndarray, freqs: np.ndarray, norm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(what each channel rounds to, whether float32 may round it otherwise) of rows [K, C], in float64."""
     exact = norm * (x / np.sqrt((x * x).mean(1, keepdims=True) + EPS))
-    normed, open_ = _bfloat16(exact), _bfloat16(exact * (1 - SLACK)) != _bfloat16(exact * (1 + SLACK))
+    normed, open_ = bfloat16(exact), bfloat16(exact * (1 - SLACK)) != bfloat16(exact * (1 + SLACK))
     first = x.shape[1] - 2 * len(freqs)
     angle = (positions.astype(np.float32)[:, None] * freqs.astype(np.float32)).astype(np.float64)
     even, odd = normed[:, first::2], normed[:, first + 1 :: 2]
     turned = np.stack([even * np.cos(angle) - odd * np.sin(angle), even * np.sin(angle) + odd * np.cos(angle)], 2)
     slack = SLACK * (np.abs(even) + np.abs(odd))[..., None]
-    either = (_bfloat16(turned - slack) != _bfloat16(turned + slack)) | (open_[:, first::2] | open_[:, first + 1 :: 2])[
+    either = (bfloat16(turned - slack) != bfloat16(turned + slack)) | (open_[:, first::2] | open_[:, first + 1 :: 2])[
         ..., None
     ]
     shape = (len(x), -1)
     return (
-        np.concatenate([normed[:, :first], _bfloat16(turned).reshape(shape)], 1),
+        np.concatenate([normed[:, :first], bfloat16(turned).reshape(shape)], 1),
         np.concatenate([open_[:, :first], either.reshape(shape)], 1),
     )
 
@@ -69,7 +64,7 @@ def nearest(x: np.ndarray, grid: np.ndarray) -> np.ndarray:
 
 def codes(rows: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
     """(signed codes [K, groups, size], scale bytes [K, groups]) of bfloat16 values, from the formats' tables."""
-    groups = rows.reshape(len(rows), -1, reference.GROUP[layout])
+    groups = rows.reshape(len(rows), -1, reference.GROUPS[layout])
     amax = np.maximum(np.abs(groups).max(2), np.float32(reference.FLOOR[layout]))
     if layout == "nvfp4":
         scale = nearest(amax / 6, E4M3[:127])
@@ -78,7 +73,7 @@ def codes(rows: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
         top = np.float32(1 / 448) if layout == "fp8" else np.float32(1 / 6)
         exponent = np.ceil(np.log2((amax.astype(np.float32) * top).astype(np.float64))).astype(int)
         scale, value = exponent + 127, 2.0**exponent
-    size = nearest(np.abs(groups) / value[..., None], E4M3[:127] if layout == "fp8" else E2M1)
+    size = nearest(np.abs(groups) / value[..., None], E4M3[:127] if layout == "fp8" else E2M1[:8])
     return np.where(np.signbit(groups), -1 - size, size), scale
 
 
@@ -90,7 +85,7 @@ def problems(given: tuple[Any, ...], output: Any, layout: str) -> list[str]:
     kept = np.ones(store.shape[:2], bool)
     kept[batch, slots[batch, token]] = False
     found = [] if np.array_equal(output[kept], store[kept]) else ["rows that no slot names changed"]
-    chosen = np.unique(np.linspace(0, len(batch) - 1, 512).astype(int))
+    chosen = sample(len(batch), 512)
     batch, token = batch[chosen], token[chosen]
     rows = output[batch, slots[batch, token]]
     exact, open_ = values(x[batch, token].astype(np.float64), positions[batch, token], freqs, norm.astype(np.float64))
@@ -112,29 +107,30 @@ def problems(given: tuple[Any, ...], output: Any, layout: str) -> list[str]:
     return found
 
 
-def _case(name: str, batch: int, tokens: int, channels: int, layout: str, slots: int) -> Case:
+def case(name: str, layout: str, *, batch: int, tokens: int, channels: int, slots: int) -> Case:
+    """`insert` of tokens into a store of `slots` rows a sequence."""
     how: dict[str, Any] = {"eps": EPS, "layout": layout}
     row = reference.width(channels, layout)
     return Case(
-        name,
-        partial(inputs, batch=batch, tokens=tokens, channels=channels, layout=layout, slots=slots),
-        partial(kernel.insert, **how),
-        partial(reference.insert, **how),
-        partial(problems, layout=layout),
+        name=name,
+        inputs=partial(inputs, batch=batch, tokens=tokens, channels=channels, layout=layout, slots=slots),
+        kernel=partial(kernel.insert, **how),
+        reference=partial(reference.insert, **how),
+        problems=partial(problems, layout=layout),
         nbytes=float(batch * tokens * (2 * channels + row + 8)),
     )
 
 
 SMALL = (
-    _case("window", 2, 9, 128, "fp8", 12),
-    _case("main", 1, 11, 128, "nvfp4", 16),
-    _case("index", 3, 3, 128, "mxfp4", 5),
+    case("window", "fp8", batch=2, tokens=9, channels=128, slots=12),
+    case("main", "nvfp4", batch=1, tokens=11, channels=128, slots=16),
+    case("index", "mxfp4", batch=3, tokens=3, channels=128, slots=5),
 )
 MODEL = (
-    _case("window-8192", 1, 8192, 512, "fp8", 8192),
-    _case("main-8192", 1, 8192, 512, "nvfp4", 65536),
-    _case("index-8192", 1, 8192, 128, "mxfp4", 65536),
-    _case("window-128x1", 128, 1, 512, "fp8", 132),
-    _case("main-128x1", 128, 1, 512, "nvfp4", 4096),
-    _case("index-1x1", 1, 1, 128, "mxfp4", 65536),
+    case("window-8192", "fp8", batch=1, tokens=8192, channels=512, slots=8192),
+    case("main-8192", "nvfp4", batch=1, tokens=8192, channels=512, slots=65536),
+    case("index-8192", "mxfp4", batch=1, tokens=8192, channels=128, slots=65536),
+    case("window-128x1", "fp8", batch=128, tokens=1, channels=512, slots=132),
+    case("main-128x1", "nvfp4", batch=128, tokens=1, channels=512, slots=4096),
+    case("index-1x1", "mxfp4", batch=1, tokens=1, channels=128, slots=65536),
 )

@@ -31,8 +31,8 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from pallas_kernels import BackendError
 from pallas_kernels.formats import E4M3_MAX
-from pallas_kernels.pack.reference import FLOOR, GROUP, width
-from pallas_kernels.target import tile as target_tile
+from pallas_kernels.pack.reference import FLOOR, GROUPS, width
+from pallas_kernels.target import choose_tile
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tile:
     warps: int
 
 
-H200, B300 = Tile(1), Tile(1)
+H200 = B300 = Tile(warps=1)
 E4M3_TOP = 0x7E  # the byte of 448
 # E2M1's midpoints, and whether one goes up: ties go to the even mantissa.
 E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
@@ -107,7 +107,7 @@ def _e2m1(x: Array, scale: Array) -> Array:
 
 def _quantize(even: Array, odd: Array, layout: str) -> tuple[list[Array], Array]:
     """(code bytes of the even and odd channels, or of pairs; a scale byte a group) of one piece."""
-    groups = even.shape[0] * 2 // GROUP[layout]
+    groups = even.shape[0] * 2 // GROUPS[layout]
     even, odd = (half.reshape(groups, -1) for half in (even, odd))
     amax = jnp.maximum(jnp.max(jnp.maximum(jnp.abs(even), jnp.abs(odd)), axis=1), jnp.float32(FLOOR[layout]))
     if layout == "fp8":
@@ -135,16 +135,19 @@ def _row(x_ref, position_ref, slot_ref, freqs_ref, norm_ref, *outs, eps: float, 
         weight = [norm_ref[at + odd].astype(jnp.float32) for odd in (0, 1)] if normed else []
         square += sum(jnp.sum(half * half) for half in halves)
         cuts.append((first, at, halves, weight))
+    # normed = norm * (x * rsqrt(mean(x^2) + eps)), rounded
     inverse = lax.rsqrt(square / channels + eps)
     written = []
     for first, at, (even, odd), weight in cuts:
         if normed:
             even, odd = (_bfloat16(w * (v * inverse)) for w, v in zip(weight, (even, odd), strict=True))
+        # turned = channels (2i, 2i + 1) by position * f_i, rounded again
         if first == channels - rotary:
             cos, sin = jnp.cos(angle), jnp.sin(angle)
             even, odd = _bfloat16(even * cos - odd * sin), _bfloat16(even * sin + odd * cos)
+        # row = codes, then scales
         codes, scale = _quantize(even, odd, layout)
-        group = (codes_end + first // GROUP[layout]) + jnp.arange(scale.shape[0], dtype=jnp.int32)
+        group = (codes_end + first // GROUPS[layout]) + jnp.arange(scale.shape[0], dtype=jnp.int32)
         places = [at, at + 1] if layout == "fp8" else [at // 2]
         written += [*zip(places, codes, strict=True), (group, scale)]
 
@@ -161,8 +164,8 @@ def _fits(x: Array, freqs: Array, norm: Array | None, store: tuple[int, ...], la
             raise BackendError(f"backend 'pallas': pack takes {name} in bfloat16, not {array.dtype}")
     rotary, channels = 2 * freqs.shape[0], x.shape[-1]
     sizes = [size for _, size in pieces(channels, rotary)]
-    if not 0 < rotary < channels or any(s % GROUP[layout] or s & (s - 1) for s in sizes) or channels & (channels - 1):
-        rule = f"powers of two with {GROUP[layout]} rotary channels at least"
+    if not 0 < rotary < channels or any(s % GROUPS[layout] or s & (s - 1) for s in sizes) or channels & (channels - 1):
+        rule = f"powers of two with {GROUPS[layout]} rotary channels at least"
         raise BackendError(f"backend 'pallas': pack takes {rule}, not {rotary} of {channels}")
     if not x.shape[0] * x.shape[1]:
         raise BackendError(f"backend 'pallas': pack takes a token at least; x is {x.shape}")
@@ -218,7 +221,7 @@ def _launch(
     interpret: bool,
 ) -> Array:
     _fits(x, freqs, norm, shape, layout)
-    tile = target_tile({"sm_90": H200, "sm_103": B300}) if tile is None else tile
+    tile = choose_tile({"sm_90": H200, "sm_103": B300}) if tile is None else tile
     weight = jnp.ones(1, x.dtype) if norm is None else norm
     return pl.pallas_call(
         partial(_row, eps=eps, layout=layout, normed=norm is not None),

@@ -17,6 +17,7 @@ Triton, since rows are gathered and scattered by id.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas_kernels.sparse_attention.forward import LOG2E
+from pallas_kernels.ptx import LOG2E
+from pallas_kernels.references import Ref
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,21 @@ def _scatter_add(ref: Any, entry: Array, rows: Array, valid: Array, column: Any,
         plt.atomic_add(ref, (entry, rows, column), value, mask=mask)
 
 
-def _kernel(*refs: Any, n: int, tile: Tile, queries_per_entry: int, scale: float, interpret: bool) -> None:
-    q_ref, do_ref, lse_ref, delta_ref = refs[:4]
-    tables, ids = refs[4 : 4 + n], refs[4 + n : 4 + 2 * n]
-    dq_ref, *drows = refs[4 + 3 * n :]  # past the zeros that drows starts from
+def _kernel(
+    q_ref: Ref,
+    do_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
+    *refs: Ref,
+    n: int,
+    tile: Tile,
+    queries_per_entry: int,
+    scale: float,
+    interpret: bool,
+) -> None:
+    given = iter(refs)
+    tables, ids, _zeros = (list(islice(given, n)) for _ in range(3))  # drows starts from the zeros, in their place
+    dq_ref, *drows = given
     heads, half = dq_ref.shape
     channels = min(tile.channels, half)
     first = pl.program_id(1) * half
@@ -67,6 +80,7 @@ def _kernel(*refs: Any, n: int, tile: Tile, queries_per_entry: int, scale: float
         taken = plt.load(ids.at[pl.ds(i * tile.keys, tile.keys)])
         at, valid = jnp.clip(taken, 0, table.shape[1] - 1), taken >= 0
 
+        # s = scale q . row; dp = do . row
         def score(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             column = pl.ds(c * channels, channels)
             rows = table[entry, at, column]
@@ -76,11 +90,13 @@ def _kernel(*refs: Any, n: int, tile: Tile, queries_per_entry: int, scale: float
 
         zero = jnp.zeros((heads, tile.keys), jnp.float32)
         scores, dp = lax.fori_loop(0, 2 * half // channels, score, (zero, zero))
+        # p = exp(s - lse); ds = p (dp - delta)
         p = jnp.where(valid[None, :], jnp.exp2(scores * (scale * LOG2E) - lse[:, None]), 0.0)
         ds = (p * (dp - delta[:, None]) * scale).astype(do_ref.dtype)
         p = p.astype(do_ref.dtype)
         out = []
         for dq, column in zip(dqs, mine, strict=True):
+            # drow = scale ds q + p do; dq = scale sum_k ds row_k
             value = plt.dot(ds, q_ref[:, column], trans_a=True) + plt.dot(p, do_ref[:, column], trans_a=True)
             _scatter_add(drow, entry, at, valid, column, value, interpret)
             out.append(dq + plt.dot(ds, table[entry, at, column]))

@@ -14,28 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels import oracle64
 from pallas_kernels.case import Case
-from pallas_kernels.formats import E2M1_VALUES, cast
-from pallas_kernels.rows import unpack_fp8, unpack_nvfp4
+from pallas_kernels.formats import GROUP, NVFP4_GROUP, cast
+from pallas_kernels.quantize import unpack_fp8, unpack_nvfp4
 from pallas_kernels.sparse_attention import kernel, reference
 
 TOLERANCE = 2.0**-8  # of a query's norm: three times what the roundings above leave on random inputs
 LSE_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 2.0**-7  # q, rows, p and ds are rounded to bfloat16 before their products
-
-
-def values64(row: np.ndarray, width: int) -> np.ndarray:
-    """The values of rows of any format, in float64, from their bits."""
-    if row.shape[-1] == 2 * width:
-        row = row.view(jnp.bfloat16)
-    if row.dtype != np.uint8:
-        return row.astype(np.float64)
-    if row.shape[-1] == width + width // 32:
-        codes = row[..., :width].view(jnp.float8_e4m3fn).astype(np.float64)
-        return codes * np.repeat(2.0 ** (row[..., width:].astype(np.float64) - 127), 32, axis=-1)
-    pairs, scale = row[..., : width // 2], row[..., width // 2 :].view(jnp.float8_e4m3fn).astype(np.float64)
-    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*row.shape[:-1], width)
-    return E2M1_VALUES[codes].astype(np.float64) * np.repeat(scale, 16, axis=-1)
 
 
 def attend64(q: Any, rows: np.ndarray, sink: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -48,25 +35,25 @@ def attend64(q: Any, rows: np.ndarray, sink: np.ndarray, scale: float) -> tuple[
     return (p[:, :-1] / total) @ rows, (top + np.log(total))[:, 0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes in the letters of STYLE.md; X rows of window, S of main, a batch entry."""
+    """Sizes in the letters of `dsv41_jax.config`; X rows of window, S of main, a batch entry."""
 
     B: int
     T: int
-    N: int
-    H: int
     X: int
     S: int
     W: int
     C: int
     packed: bool
+    N: int = 64
+    H: int = 512
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Of the window and of main."""
         if self.packed:
-            return self.H + self.H // 32, self.H // 2 + self.H // 16
+            return self.H + self.H // GROUP, self.H // 2 + self.H // NVFP4_GROUP
         return 2 * self.H, 2 * self.H
 
     @property
@@ -80,9 +67,9 @@ def _rows(key: jax.Array, shape: Shape, count: int, format_: str) -> jax.Array:
     if not shape.packed:
         return jax.random.normal(key, (shape.B, count, shape.H), jnp.bfloat16)
     codes, scales = jax.random.split(key)
-    size, groups, low, high = (
-        (shape.H, shape.H // 32, 120, 122) if format_ == "fp8" else (shape.H // 2, shape.H // 16, 0x28, 0x40)
-    )
+    fp8 = shape.H, shape.H // GROUP, 120, 122
+    nvfp4 = shape.H // 2, shape.H // NVFP4_GROUP, 0x28, 0x40
+    size, groups, low, high = fp8 if format_ == "fp8" else nvfp4
     code = jax.random.bits(codes, (shape.B, count, size), jnp.uint8)
     if format_ == "fp8":  # no code may be NaN
         code = jnp.where(code & 0x7F == 0x7F, code ^ 1, code)
@@ -125,22 +112,18 @@ def expected(given: tuple[Any, ...], b: int, t: int, scale: float) -> tuple[np.n
     parts = []
     for rows, ids in ((window, window_ids), (main, main_ids)):
         taken = np.asarray(ids[b, t])
-        parts.append(values64(np.asarray(rows[b][taken[taken >= 0]]), q.shape[-1]))
+        parts.append(oracle64.cached_rows(np.asarray(rows[b][taken[taken >= 0]]), q.shape[-1]))
     return attend64(q[b, t], np.concatenate(parts), np.asarray(sink), scale)
 
 
 def _problems(shape: Shape, given: tuple[Any, ...], output: Any) -> list[str]:
-    found = []
-    for b, t in sample(shape):
-        o, lse = (np.asarray(x[b, t]).astype(np.float64) for x in output)
-        o64, lse64 = expected(given, b, t, shape.H**-0.5)
-        if not (np.isfinite(o).all() and np.isfinite(lse).all()):
-            found.append(f"query {b, t}: not finite")
-        elif (error := np.linalg.norm(o - o64)) > TOLERANCE * np.linalg.norm(o64):
-            found.append(f"query {b, t}: o is off by {error / max(np.linalg.norm(o64), 1e-30):.2e} of its norm")
-        elif (error := np.abs(lse - lse64).max()) > LSE_TOLERANCE:
-            found.append(f"query {b, t}: lse is off by {error:.2e}")
-    return found
+    some = sample(shape)
+    o, lse = (np.stack([np.asarray(x[at]).astype(np.float64) for at in some]) for x in output)
+    o64, lse64 = (np.stack(part) for part in zip(*(expected(given, *at, shape.H**-0.5) for at in some), strict=True))
+    return [
+        *oracle64.rows_off("o", some, o, o64, TOLERANCE),
+        *oracle64.beyond("lse", some, np.abs(lse - lse64).max(axis=1), LSE_TOLERANCE),
+    ]
 
 
 def case(name: str, shape: Shape, out_dtype: DTypeLike = jnp.bfloat16) -> Case:
@@ -158,13 +141,13 @@ def case(name: str, shape: Shape, out_dtype: DTypeLike = jnp.bfloat16) -> Case:
     ids = 4.0 * queries * (shape.W + shape.C)
     nbytes = 4.0 * queries * shape.N * shape.H + ids + sum(n * b for n, b in zip(taken, shape.row_bytes, strict=True))
     return Case(
-        name,
-        lambda seed: inputs(seed, shape),
-        partial(kernel.sparse_attention, out_dtype=out_dtype, **options),
-        plain,
-        partial(_problems, shape),
-        4.0 * queries * shape.N * shape.H * (shape.W + shape.C),
-        nbytes,
+        name=name,
+        inputs=lambda seed: inputs(seed, shape),
+        kernel=partial(kernel.sparse_attention, out_dtype=out_dtype, **options),
+        reference=plain,
+        problems=partial(_problems, shape),
+        flops=4.0 * queries * shape.N * shape.H * (shape.W + shape.C),
+        nbytes=nbytes,
     )
 
 
@@ -216,23 +199,29 @@ def gradient(name: str, shape: Shape) -> Case:
                 found.append(f"gradient of {of_} is off by {error:.2e} of its norm")
         return found
 
-    work = 10.0 * shape.B * shape.T * shape.N * shape.H * (shape.W + shape.C)
-    kernels = of(kernel.sparse_attention), of(reference.sparse_attention)
-    return Case(name, draw, *kernels, problems, work, repeatable=False)
+    return Case(
+        name=name,
+        inputs=draw,
+        kernel=of(kernel.sparse_attention),
+        reference=of(reference.sparse_attention),
+        problems=problems,
+        flops=10.0 * shape.B * shape.T * shape.N * shape.H * (shape.W + shape.C),
+        repeatable=False,
+    )
 
 
 SMALL_SHAPES = {
-    "values": Shape(2, 2, 64, 512, 9, 40, 64, 64, False),
-    "packed, uneven lists": Shape(1, 3, 64, 512, 20, 50, 40, 70, True),
-    "no main rows": Shape(1, 1, 64, 512, 9, 0, 16, 0, False),
-    "odd number of blocks": Shape(1, 4, 64, 512, 20, 50, 64, 128, True),
+    "values": Shape(B=2, T=2, X=9, S=40, W=64, C=64, packed=False),
+    "packed, uneven lists": Shape(B=1, T=3, X=20, S=50, W=40, C=70, packed=True),
+    "no main rows": Shape(B=1, T=1, X=9, S=0, W=16, C=0, packed=False),
+    "odd number of blocks": Shape(B=1, T=4, X=20, S=50, W=64, C=128, packed=True),
 }
 SMALL = tuple(case(name, shape, jnp.float32) for name, shape in SMALL_SHAPES.items())
 MODEL = (
-    gradient("gradient of 64, bf16 rows", Shape(1, 64, 64, 512, 192, 2048, 128, 512, False)),
-    case("prefill 4096, bf16 rows", Shape(1, 4096, 64, 512, 4224, 131072, 128, 512, False)),
-    case("prefill 4096, packed rows", Shape(1, 4096, 64, 512, 4224, 131072, 128, 512, True)),
-    case("decode 1, packed rows", Shape(1, 1, 64, 512, 129, 65536, 128, 512, True)),
-    case("decode 16, packed rows", Shape(16, 1, 64, 512, 129, 8192, 128, 512, True)),
-    case("decode 128, packed rows", Shape(128, 1, 64, 512, 129, 4096, 128, 512, True)),
+    gradient("gradient of 64, bf16 rows", Shape(B=1, T=64, X=192, S=2048, W=128, C=512, packed=False)),
+    case("prefill 4096, bf16 rows", Shape(B=1, T=4096, X=4224, S=131072, W=128, C=512, packed=False)),
+    case("prefill 4096, packed rows", Shape(B=1, T=4096, X=4224, S=131072, W=128, C=512, packed=True)),
+    case("decode 1, packed rows", Shape(B=1, T=1, X=129, S=65536, W=128, C=512, packed=True)),
+    case("decode 16, packed rows", Shape(B=16, T=1, X=129, S=8192, W=128, C=512, packed=True)),
+    case("decode 128, packed rows", Shape(B=128, T=1, X=129, S=4096, W=128, C=512, packed=True)),
 )

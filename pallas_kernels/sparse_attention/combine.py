@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.sparse_attention.forward import LOG2E
+from pallas_kernels.ptx import LOG2E
 
 HEADS = 4  # of one program
 

@@ -12,8 +12,8 @@ values, and the denominator sums the unrounded ones. The sink enters at the end.
 warpgroups own 256 value channels each: 64 x 256 float32 fill 128 registers a thread. Consumer 0 scores the even blocks
 and consumer 1 the odd ones; each tells the other its rounded exponentials (8 KB), maximum and sum through shared
 memory, and multiplies both blocks with its own value channels. So nothing is computed twice, and while one is at its
-softmax the tensor cores have the products of the other's block. Two producer warpgroups fetch rows (`rows.py`), one a
-channel half. Every half block has one last reader, which frees it for the next pair's as soon as it is multiplied.
+softmax the tensor cores have the products of the other's block. Two producer warpgroups fetch rows (`produce.py`), one
+a channel half. Every half block has one last reader, which frees it for the next pair's as soon as it is multiplied.
 Packed rows are read into registers before that. Programs stay resident and walk over the queries, so that the next
 query's rows and q arrive under the last one's epilogue. With few queries the keys of one are split over programs, which
 leave partial sums for `combine.py`. A last block without a partner is handled alone.
@@ -21,16 +21,13 @@ leave partial sums for `combine.py`. A last block without a partner is handled a
 Barriers between the threads of a warpgroup are written out (`commit_smem`, before p is told and q is copied): whatever
 else is shared passes an mbarrier at which all threads arrive. A consumer waits at a barrier in every phase or in none.
 
-Mosaic GPU, since Triton cannot give warpgroups different work. An H200, 4096 queries x 640 rows of bfloat16: Triton's
-best tile 222 TFLOP/s; both consumers scoring every block, in turns, 394; this one 496, packed rows 432. Clocks inside
-say what a pair's 7,000 cycles are (4,096 of them products): rows come 2,300 to 3,300 after their place is free, a
-softmax and its telling take 1,400, and both are on the way from one pair to the next. Of 128 decoded queries' 32 us,
-5 go by before consumer 0 has scores, 8 before consumer 1 has.
+Backend: Mosaic GPU, since Triton cannot give warpgroups different work.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -44,97 +41,15 @@ from jax.extend.mlir import ir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from pallas_kernels.hopper.program import COLUMN, ROW, swizzled
+from pallas_kernels.ptx import LOG2E
+from pallas_kernels.references import Ref
+from pallas_kernels.sparse_attention.produce import produce
 from pallas_kernels.sparse_attention.reference import LEAST
-from pallas_kernels.sparse_attention.rows import KEYS, LISTS, SWIZZLED, Format, produce, slot_of
+from pallas_kernels.sparse_attention.row_ptx import KEYS
+from pallas_kernels.sparse_attention.work import H200, LISTS, Arrays, Buffers, Program, Source, Tile, Work, slot_of
 
-LOG2E = 1.4426950408889634
 PARTS = 2  # accumulators of a consumer; with one, of 256 columns, the compiler wants more than 128 registers a thread
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How many programs stay resident, and the registers of a thread: two consumer and two producer warpgroups share
-    the 65,536 of an SM, so consumer + producer <= 256."""
-
-    programs: int = 132
-    consumer_registers: int = 200
-    producer_registers: int = 56
-
-
-H200 = Tile()
-
-
-@dataclass(frozen=True)
-class Source:
-    """One set of rows: how they are stored, how many a batch entry has, and how many ids of it a query has."""
-
-    fmt: Format
-    count: int
-    ids: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the programs share. An item is one of the `splits` equal parts of a query's keys; program p has the items
-    p, p + programs, ...; the blocks of all its items are its steps 0, 1, ..."""
-
-    sources: tuple[Source, ...]
-    queries: int
-    splits: int
-    queries_per_entry: int
-    scale: float
-    interpret: bool
-    tile: Tile
-
-    @property
-    def blocks(self) -> int:
-        """Of an item."""
-        return sum(source.ids for source in self.sources) // KEYS // self.splits
-
-    @property
-    def programs(self) -> int:
-        """How many there are."""
-        return min(self.tile.programs, self.queries * self.splits)
-
-    @property
-    def down(self) -> int:
-        """Rows are 2**-down of their values."""
-        return 0 if self.interpret else self.sources[0].fmt.down
-
-    def items(self, program: Array) -> Array:
-        """How many items a program has."""
-        return lax.div(self.queries * self.splits - 1 - program, self.programs) + 1
-
-    def item(self, program: Array, j: Array) -> tuple[Array, Array]:
-        """(query, split) of a program's item j."""
-        number = program + j * self.programs
-        return lax.div(number, self.splits), lax.rem(number, self.splits)
-
-    def step(self, program: Array, s: Array) -> tuple[Array, Array]:
-        """(query, first key) of a program's step s."""
-        query, split = self.item(program, lax.div(s, self.blocks))
-        return query, (split * self.blocks + lax.rem(s, self.blocks)) * KEYS
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The references of a program. `k` holds the half blocks of a pair (`slot_of`), `ids` the ids of blocks, in a ring;
-    `p` and `stats` what one consumer tells the other about its block. Barriers: `*_full` says that something has
-    arrived, `k_free` that a half block has been read."""
-
-    q_in: Any
-    tables: tuple[Any, ...]
-    ids_in: tuple[Any, ...]
-    q: Any
-    k: Any
-    ids: Any
-    p: Any
-    stats: Any
-    q_full: Any
-    ids_full: Any
-    k_full: Any
-    k_free: Any
-    p_full: Any
 
 
 def _zero(interpret: bool) -> Array:
@@ -152,9 +67,6 @@ def _zero(interpret: bool) -> Array:
     return zero()
 
 
-PER_HEAD = plgpu.Layout.WGMMA.reduce(1)
-
-
 def _down(x: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(x, like.shape, (0,))
 
@@ -163,51 +75,61 @@ def _down(x: Array, like: Array) -> Array:
 class Consumer:
     """One of the two: `wg` scores an item's blocks wg, wg + 2, ... and owns half `wg` of the value channels."""
 
-    work: Work
-    mem: Memory
+    program: Program
     wg: int
+
+    @property
+    def work(self) -> Work:
+        """The program's."""
+        return self.program.work
+
+    @property
+    def buffers(self) -> Buffers:
+        """The program's."""
+        return self.program.buffers
 
     def score(self, step: Array) -> Array:
         """The scores of a block of its own, half by half as they arrive; -inf where the id is -1."""
-        mem = self.mem
+        buffers = self.buffers
 
         def multiply(scores: Any) -> Array:
             zero = _zero(self.work.interpret)
             for half in range(2):
                 slot = 2 * self.wg + half
-                plgpu.barrier_wait(mem.k_full.at[slot])
-                plgpu.wgmma(scores, mem.q.at[zero, half], plgpu.transpose_ref(mem.k.at[zero + slot], (1, 0)))
+                plgpu.barrier_wait(buffers.k_full.at[slot])
+                plgpu.wgmma(scores, buffers.q.at[zero, half], plgpu.transpose_ref(buffers.k.at[zero + slot], (1, 0)))
             return scores[...]
 
-        scores = pl.run_scoped(multiply, plgpu.ACC((mem.q.shape[2], KEYS), jnp.float32))
-        taken = plgpu.load(mem.ids.at[lax.rem(step, LISTS)], layout=plgpu.Layout.WGMMA.reduce(0))
+        scores = pl.run_scoped(multiply, plgpu.ACC((buffers.q.shape[2], KEYS), jnp.float32))
+        taken = plgpu.load(buffers.ids.at[lax.rem(step, LISTS)], layout=COLUMN)
         return jnp.where(lax.broadcast_in_dim(taken, scores.shape, (1,)) >= 0, scores, -jnp.inf)
 
     def tell(self, scores: Array, top: Array) -> tuple[Array, Array, Array]:
         """(p, maximum, sum) of a block of its own, which the other consumer is told too."""
-        mem, base2 = self.mem, self.work.scale * LOG2E * 2.0**self.work.down
+        buffers, base2 = self.buffers, self.work.scale * LOG2E * 2.0**self.work.down
+        # p = exp(s - maximum), rounded; total = sum p, unrounded
         higher = jnp.maximum(top, scores.max(axis=1) * base2)
         p = jnp.exp2(scores * base2 - _down(higher, scores))
         total, p = p.sum(axis=1), p.astype(jnp.bfloat16)
-        mem.p[self.wg] = p
-        mem.stats[self.wg, 0] = higher
-        mem.stats[self.wg, 1] = total
+        buffers.p[self.wg] = p
+        buffers.stats[self.wg, 0] = higher
+        buffers.stats[self.wg, 1] = total
         plgpu.commit_smem()
-        plgpu.barrier_arrive(mem.p_full.at[self.wg])
+        plgpu.barrier_arrive(buffers.p_full.at[self.wg])
         return p, higher, total
 
     def hear(self) -> tuple[Any, Array, Array]:
         """The same of the other's block."""
-        mem, other = self.mem, 1 - self.wg
-        plgpu.barrier_wait(mem.p_full.at[other])
-        higher, total = (plgpu.load(mem.stats.at[other, n], layout=PER_HEAD, optimized=False) for n in range(2))
-        return mem.p.at[other], higher, total
+        buffers, other = self.buffers, 1 - self.wg
+        plgpu.barrier_wait(buffers.p_full.at[other])
+        higher, total = (plgpu.load(buffers.stats.at[other, n], layout=ROW, optimized=False) for n in range(2))
+        return buffers.p.at[other], higher, total
 
     def start(self, refs: Any, accs: Any, p: Any, k: int) -> Any:
         """Start adding p times this consumer's half of block k's values to `accs`, in the accumulators `refs`."""
         zero, width = _zero(self.work.interpret), accs[0].shape[1]
         slot = zero + slot_of(k, self.wg)
-        values = [self.mem.k.at[slot, :, pl.ds(n * width, width)] for n in range(len(accs))]
+        values = [self.buffers.k.at[slot, :, pl.ds(n * width, width)] for n in range(len(accs))]
         if self.work.interpret:  # where accumulators start at zero
             dot = partial(lax.dot, preferred_element_type=jnp.float32)
             return [acc + dot(p[...], v[...]) for acc, v in zip(accs, values, strict=True)]
@@ -220,7 +142,7 @@ class Consumer:
     def done(self, refs: Any, accs: Any, k: int) -> Any:
         """The accumulators once that has ended."""
         accs = [ref[...] for ref in refs] or accs
-        plgpu.barrier_arrive(self.mem.k_free.at[slot_of(k, self.wg)])
+        plgpu.barrier_arrive(self.buffers.k_free.at[slot_of(k, self.wg)])
         return accs
 
     def pair(
@@ -240,6 +162,7 @@ class Consumer:
                     scored()
                 if k and k == self.wg:
                     now = self.done(refs, now, k - 1)
+                # acc = acc exp(top - higher) + p V; total likewise
                 shrink = jnp.exp2(before - higher)
                 before, sums = higher, sums * shrink + more
                 now = self.start(refs, [acc * _down(shrink, acc) for acc in now], p, k)
@@ -289,24 +212,25 @@ def _store(value: Array, to: Any, column: int) -> None:
     body(to, value, jnp.int32(2 * column))
 
 
-def _consume(work: Work, mem: Memory, sink_ref: Any, out: tuple[Any, ...], program: Array, wg: int) -> None:
+def _consume(program: Program, wg: int) -> None:
     """Attend with the rows that arrive; write o and lse, or with splits the accumulators, maxima and totals."""
-    me = Consumer(work, mem, wg)
-    o_ref, *stats_out = out
-    heads, width = mem.q.shape[2:]
+    me, work, arrays, buffers = Consumer(program, wg), program.work, program.arrays, program.buffers
+    heads, width = buffers.q.shape[2:]
     part = width // PARTS
     pairs, last = divmod(work.blocks, 2)
-    items = work.items(program) + _zero(work.interpret)  # of one item the compiler would know the steps: it spills
-    per_head = partial(plgpu.layout_cast, new_layout=PER_HEAD)
+    items = program.items() + _zero(work.interpret)  # of one item the compiler would know the steps: it spills
+    per_head = partial(plgpu.layout_cast, new_layout=ROW)
 
     def load_q(j: Array) -> None:
-        query, _ = work.item(program, j)
+        query, _ = program.item(j)
         for half in range(2):
-            plgpu.copy_gmem_to_smem(mem.q_in.at[query, :, pl.ds(half * width, width)], mem.q.at[0, half], mem.q_full)
+            plgpu.copy_gmem_to_smem(
+                arrays.q.at[query, :, pl.ds(half * width, width)], buffers.q.at[0, half], buffers.q_full
+            )
 
     def item(j: Array, _: None) -> None:
-        query, split = work.item(program, j)
-        plgpu.barrier_wait(mem.q_full)
+        query, split = program.item(j)
+        plgpu.barrier_wait(buffers.q_full)
         first = j * work.blocks + wg
 
         def reload() -> None:
@@ -330,20 +254,21 @@ def _consume(work: Work, mem: Memory, sink_ref: Any, out: tuple[Any, ...], progr
             accs, top, total = me.pair(scores, accs, top, total, 1, reload)
         stats: tuple[Array, ...] = (top, total)
         share = per_head(jnp.full((heads,), 2.0**work.down, jnp.float32))
+        # o = acc / (total + exp(sink)), lse = log(total + exp(sink)); of packed rows times 2**down
         if work.splits == 1:
-            sink = plgpu.load(sink_ref, layout=PER_HEAD, optimized=False) * LOG2E
+            sink = plgpu.load(arrays.sink, layout=ROW, optimized=False) * LOG2E
             high = jnp.maximum(top, sink)
             total = total * jnp.exp2(top - high) + jnp.exp2(sink - high)
             share = share * jnp.exp2(top - high) / total
             stats = ((high + jnp.log2(total)) / LOG2E,)
         for n, acc in enumerate(accs):
             acc = acc * lax.broadcast_in_dim(share, acc.shape, (0,))
-            if o_ref.dtype == jnp.bfloat16 and not work.interpret:
-                _store(acc.astype(o_ref.dtype), o_ref.at[split, query], wg * width + n * part)
+            if arrays.o.dtype == jnp.bfloat16 and not work.interpret:
+                _store(acc.astype(arrays.o.dtype), arrays.o.at[split, query], wg * width + n * part)
             else:
-                o_ref[split, query, :, pl.ds(wg * width + n * part, part)] = acc.astype(o_ref.dtype)
+                arrays.o[split, query, :, pl.ds(wg * width + n * part, part)] = acc.astype(arrays.o.dtype)
         if wg == 0:
-            for ref, value in zip(stats_out, stats, strict=True):
+            for ref, value in zip(arrays.stats, stats, strict=True):
                 ref[split, query] = value
 
     if wg == 0:
@@ -352,13 +277,13 @@ def _consume(work: Work, mem: Memory, sink_ref: Any, out: tuple[Any, ...], progr
 
 
 def _scratch(work: Work, heads: int, half: int) -> list[Any]:
-    """In the order of Memory's fields from q on. Interpret mode has no tiles."""
-    swizzled = () if work.interpret else SWIZZLED
+    """In the order of the fields of Buffers. Interpret mode has no tiles."""
+    transforms = () if work.interpret else swizzled()
     return [
-        plgpu.SMEM((1, 2, heads, half), jnp.bfloat16, transforms=swizzled),
-        plgpu.SMEM((4, KEYS, half), jnp.bfloat16, transforms=swizzled),
+        plgpu.SMEM((1, 2, heads, half), jnp.bfloat16, transforms=transforms),
+        plgpu.SMEM((4, KEYS, half), jnp.bfloat16, transforms=transforms),
         plgpu.SMEM((LISTS, KEYS), jnp.int32),
-        plgpu.SMEM((2, heads, KEYS), jnp.bfloat16, transforms=swizzled),
+        plgpu.SMEM((2, heads, KEYS), jnp.bfloat16, transforms=transforms),
         plgpu.SMEM((2, 2, heads), jnp.float32),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_barriers=LISTS),
@@ -385,27 +310,43 @@ def attend(
     """Tables [B S, row] and ids [T, K] of each source. With one split: o [1, T, N, H] and lse [1, T, N]. With more,
     which divide the blocks of keys: accumulators, maxima (base 2) and totals of each split, without the sink."""
     queries, heads, width = q.shape
-    work = Work(sources, queries, splits, queries_per_entry, scale, interpret, tile)
+    work = Work(
+        sources=sources,
+        queries=queries,
+        splits=splits,
+        queries_per_entry=queries_per_entry,
+        scale=scale,
+        interpret=interpret,
+        tile=tile,
+    )
     n = len(sources)
     stats = jax.ShapeDtypeStruct((splits, queries, heads), jnp.float32)
     o = jax.ShapeDtypeStruct((splits, queries, heads, width), out_dtype if splits == 1 else jnp.float32)
     out_type = [o, stats] if splits == 1 else [o, stats, stats]
 
-    def body(q_ref: Any, sink_ref: Any, *refs: Any) -> None:
-        out = refs[2 * n : 2 * n + len(out_type)]
-        mem = Memory(q_ref, refs[:n], refs[n : 2 * n], *refs[2 * n + len(out_type) :])
-        wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    def body(*refs: Ref) -> None:
+        given = iter(refs)
+        arrays = Arrays(
+            q=next(given),
+            sink=next(given),
+            tables=tuple(islice(given, n)),
+            ids=tuple(islice(given, n)),
+            o=next(given),
+            stats=tuple(islice(given, len(out_type) - 1)),
+        )
+        wg, number = lax.axis_index("wg"), lax.axis_index("program")
+        program = Program(work, arrays, Buffers(*given), number)
 
         @pl.when(wg >= 2)
         def _producers() -> None:
             plgpu.set_max_registers(tile.producer_registers, action="decrease")
-            produce(work, mem, program, wg - 2)
+            produce(program, wg - 2)
 
         @pl.when(wg < 2)
         def _consumers() -> None:
             plgpu.set_max_registers(tile.consumer_registers, action="increase")
             for n in range(2):
-                pl.when(wg == n)(partial(_consume, work, mem, sink_ref, out, program, n))
+                pl.when(wg == n)(partial(_consume, program, n))
 
     return plgpu.kernel(
         body,

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels import BackendError, target
 from pallas_kernels.sparse_attention import backward, combine, forward, triton
 from pallas_kernels.sparse_attention.reference import Unpack
-from pallas_kernels.sparse_attention.rows import HEAD, KEYS, row_format
+from pallas_kernels.sparse_attention.row_ptx import HEAD, KEYS, row_format
+from pallas_kernels.sparse_attention.work import Source
 
 HEADS = 64
 BLOCK_US, JOIN_US, PART_US = 2.0, 3.0, 0.065  # a block of keys; the second launch; a part written and read
@@ -38,7 +39,7 @@ def _whole_blocks(ids: Int32[Array, "B T K"]) -> Int32[Array, "queries padded"]:
     return ids.reshape(-1, ids.shape[-1])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     """What a call of the kernel is beside its arrays."""
 
@@ -80,7 +81,7 @@ def _attend(
     if call.interpret:  # which has no PTX: rows are unpacked ahead
         tables = _values(call, tables, q.dtype)
     sources = tuple(
-        forward.Source(row_format(table, q.shape[-1]), table.shape[1], taken.shape[-1])
+        Source(row_format(table, q.shape[-1]), table.shape[1], taken.shape[-1])
         for table, taken in zip(tables, ids, strict=True)
     )
     if len({source.fmt.down for source in sources}) > 1:
@@ -151,12 +152,19 @@ def sparse_attention(
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """The public function's kernel; the rows' bytes tell their format. Differentiable in q, sink and rows of values."""
     _check(q, interpret)
-    tile = tile or target.tile(TILES)
+    tile = tile or target.choose_tile(TILES)
     sets = [(window, window_ids, unpack_window), (main, main_ids, unpack_main)]
     sets = [(rows, _whole_blocks(ids), unpack) for rows, ids, unpack in sets if rows.shape[1] and ids.shape[-1]]
     if not sets:
         return jnp.zeros(q.shape, out_dtype), jnp.broadcast_to(sink, q.shape[:-1])
     tables, ids = tuple(rows for rows, *_ in sets), tuple(taken for _, taken, _ in sets)
-    call = _Call(q.shape[1], scale, tuple(unpack for *_, unpack in sets), tile, interpret, out_dtype)
+    call = _Call(
+        time=q.shape[1],
+        scale=scale,
+        unpacks=tuple(unpack for *_, unpack in sets),
+        tile=tile,
+        interpret=interpret,
+        out_dtype=out_dtype,
+    )
     o, lse = _attend(call, q.reshape(-1, *q.shape[2:]), tables, ids, sink)
     return o.reshape(q.shape), lse.reshape(q.shape[:-1])

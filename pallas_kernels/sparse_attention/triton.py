@@ -3,12 +3,12 @@
 **Why.** As in `forward.py`; packed rows are unpacked by XLA ahead, whole tables at a time. Blackwell's copy engine
 gathers four rows at a time and its scaled matmul takes FP4, so a kernel of its own is worth writing once there is one
 to measure on. **Numerics.** As in `forward.py`. **Tiling.** A program is a query with all heads, which walks its keys
-block by block. On an H200 a sweep of keys (32, 64, 128), warps and stages ended at 222 TFLOP/s: every warp waits for
-the same gather.
+block by block.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
+from pallas_kernels.ptx import LOG2E
+from pallas_kernels.references import Ref
 from pallas_kernels.sparse_attention.reference import LEAST
-
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ H200 = Tile()
 B300 = Tile(keys=32, stages=2)
 
 
-def _kernel(q_ref: Any, sink_ref: Any, *refs: Any, n: int, tile: Tile, queries_per_entry: int, scale: float) -> None:
-    tables, ids, (o_ref, lse_ref) = refs[:n], refs[n : 2 * n], refs[2 * n :]
+def _kernel(q_ref: Ref, sink_ref: Ref, *refs: Ref, n: int, tile: Tile, queries_per_entry: int, scale: float) -> None:
+    given = iter(refs)
+    tables, ids = (list(islice(given, n)) for _ in range(2))
+    o_ref, lse_ref = given
     q = q_ref[...]
     heads, width = q.shape
     entry = lax.div(pl.program_id(0), queries_per_entry)
@@ -47,8 +49,10 @@ def _kernel(q_ref: Any, sink_ref: Any, *refs: Any, n: int, tile: Tile, queries_p
         acc, top, total = carry
         taken = plt.load(ids.at[pl.ds(i * tile.keys, tile.keys)])
         rows = table[entry, jnp.clip(taken, 0, table.shape[1] - 1), :]
+        # s_k = scale q . row_k, in powers of two; -inf without a row
         scores = plt.dot(q, rows, trans_b=True) * (scale * LOG2E)
         scores = jnp.where((taken >= 0)[None, :], scores, -jnp.inf)
+        # acc = sum_k exp(s_k - top) row_k, total = sum_k exp(s_k - top)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         shrink = jnp.exp2(top - higher)
         p = jnp.exp2(scores - higher[:, None])
@@ -65,6 +69,7 @@ def _kernel(q_ref: Any, sink_ref: Any, *refs: Any, n: int, tile: Tile, queries_p
         steps = taken.shape[0] // tile.keys
         carry = lax.fori_loop(0, steps, partial(block, table=table, ids=taken), carry)
     acc, top, total = carry
+    # o = acc / (total + exp(sink)), lse = log of that
     sink = sink_ref[...] * LOG2E
     high = jnp.maximum(top, sink)
     share = jnp.exp2(top - high)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.case import Case
-from pallas_kernels.topk import kernel, reference
+from pallas_kernels.oracle64 import sample
+from pallas_kernels.topk import kernel, reference, selection
 
-TINY = kernel.Tile(span=512)
+TINY = selection.Tile(span=512)
 SPECIAL = (np.nan, np.inf, -np.inf, -0.0, 0.0, -np.nan, 3.0e38)
 
 
@@ -38,32 +39,33 @@ def best(row: np.ndarray, count: int) -> np.ndarray:
 def problems(given: tuple[Any, ...], output: Any, *, count: int) -> list[str]:
     """Rows whose ids are not those of a sort."""
     x, lengths = np.asarray(given[0]).astype(np.float64), np.asarray(given[1])
-    some = np.unique(np.linspace(0, len(x) - 1, 16).astype(int))
+    some = sample(len(x), 16)
     wrong = [r for r in some if not np.array_equal(np.asarray(output)[r], best(x[r, : lengths[r]], count))]
     return [f"rows {wrong} of {len(x)} differ from a sort"] if wrong else []
 
 
-def _case(name: str, rows: int, entries: int, count: int, dtype: Any = jnp.float32, whole: bool = True) -> Case:
+def case(name: str, *, rows: int, entries: int, count: int, dtype: Any = jnp.float32, whole: bool = True) -> Case:
+    """`count` of each row; unless they are `whole`, rows end early and have special values."""
     return Case(
-        name,
-        lambda seed: inputs(seed, rows, entries, dtype, whole),
-        lambda x, n, tile=None, interpret=False: kernel.topk(x, count, n, tile=tile, interpret=interpret),
-        lambda x, n: reference.topk(x, count, n),
-        partial(problems, count=count),
+        name=name,
+        inputs=lambda seed: inputs(seed, rows, entries, dtype, whole),
+        kernel=lambda x, n, tile=None, interpret=False: kernel.topk(x, count, n, tile=tile, interpret=interpret),
+        reference=lambda x, n: reference.topk(x, count, n),
+        problems=partial(problems, count=count),
         nbytes=1.0 * rows * (entries * jnp.dtype(dtype).itemsize + 4 * count),
     )
 
 
 SMALL = (
-    _case("one step, uneven", 4, 300, 12, whole=False),
-    _case("fewer than asked", 3, 9, 12, whole=False),
-    _case("one level of maxima", 4, 4203, 12, whole=False),
-    _case("two levels of maxima, bf16", 4, 33000, 12, jnp.bfloat16, False),
+    case("one step, uneven", rows=4, entries=300, count=12, whole=False),
+    case("fewer than asked", rows=3, entries=9, count=12, whole=False),
+    case("one level of maxima", rows=4, entries=4203, count=12, whole=False),
+    case("two levels of maxima, bf16", rows=4, entries=33000, count=12, dtype=jnp.bfloat16, whole=False),
 )
 MODEL = (
-    _case("512 of 64 x 131072", 64, 131072, 512),
-    _case("512 of 1 x 1M", 1, 1 << 20, 512),
-    _case("512 of 64 x 16384", 64, 16384, 512),
-    _case("2048 of 8 x 131072", 8, 131072, 2048),
-    _case("2048 of 1 x 1M, bf16", 1, 1 << 20, 2048, jnp.bfloat16),
+    case("512 of 64 x 131072", rows=64, entries=131072, count=512),
+    case("512 of 1 x 1M", rows=1, entries=1 << 20, count=512),
+    case("512 of 64 x 16384", rows=64, entries=16384, count=512),
+    case("2048 of 8 x 131072", rows=8, entries=131072, count=2048),
+    case("2048 of 1 x 1M, bf16", rows=1, entries=1 << 20, count=2048, dtype=jnp.bfloat16),
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 from torch.nn.functional import grouped_mm, silu
 
-from pallas_kernels.grouped_matmul.fragments import FP4
+from pallas_kernels.hopper.fragments import FP4
 from parity.peers.formats import e2m1, e8m0
 from parity.peers.graphs import Formula, captured, compiled, tensor
 

@@ -16,31 +16,32 @@ nibble) and an odd one, so there are two products, of even and of odd channels; 
 and queries so that a thread reads the 16 bytes of a quarter row, which share one scale, as its operand registers. A
 program walks `span` keys, stops at the last one that a query sees, and takes the maxima of its scores at the end.
 
-Triton: the pool needs a gather, which Mosaic GPU does not have on Hopper. Unpacking is bound by integer operations (10
-for 8 values on a half-rate pipe), not by bytes: 39 us for 1M keys and one query, 17 at copy speed. Tried there, in us:
-products of 64 keys 45-50, of 128 keys 39 (spans of 1024) to 42, with 8 warps 51, of 256 keys 44.
+Backend: Triton, since the pool needs a gather, which Mosaic GPU does not have on Hopper. Unpacking is bound by integer
+operations (10 for 8 values on a half-rate pipe), not by bytes.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Int32, Shaped
 
 from pallas_kernels import BackendError
 from pallas_kernels.formats import cast, e8m0_value
+from pallas_kernels.ptx import e2m1_nibbles, elementwise
+from pallas_kernels.references import Ref, named
 
 FP4_ROW, BYTES = 68, 64  # bytes of a packed row, of its codes
 EXPONENT = 64  # keys are read as 2**-64 of their value: room for large scales beside E2M1's subnormal bfloat16 form
 Levels = tuple[BFloat16[Array, "R all"], BFloat16[Array, "R all//8"], BFloat16[Array, "R all//64"]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """Keys of a product with one query, half of those with more; most keys of a program, most queries of one; programs
     that fill the GPU, for which spans are cut; warps and pipeline stages."""
@@ -59,12 +60,10 @@ MANY = Tile(span=2048, queries=8)  # where `prefill` cannot run
 
 # Four bytes to 16 bits each, two a register.
 _WIDEN = "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;"
-# Low (high) nibbles of two bytes to values times the scales $2, two bfloat16 a register. The product by 0x1040 (0x104)
-# copies a nibble to bits 6.. and 12..: sign to bit 15, the other bits to 6..8, where they read as 2^-126 of the E2M1
-# value; the mask drops the rest.
-_UNPACK = """{{ .reg .b32 a; and.b32 a, $1, {}; mul.lo.u32 a, a, {}; and.b32 a, a, 0x81C081C0;
-mul.rn.bf16x2 $0, a, $2; }}"""
-_NIBBLES = (_UNPACK.format("0x000F000F", "0x1040"), _UNPACK.format("0x00F000F0", "0x104"))
+# Low (high) nibbles of two bytes to values times the scales $2, two bfloat16 a register.
+_NIBBLES = tuple(
+    f"{{ .reg .b32 a; {e2m1_nibbles('a', '$1', high)}\nmul.rn.bf16x2 $0, a, $2; }}" for high in (False, True)
+)
 # Two sums $2, $3 and their weights $4: both rounded and rectified in one instruction, both multiplied in one.
 _HIT = """{ .reg .b32 t; cvt.rn.relu.bf16x2.f32 t, $3, $2; mul.rn.bf16x2 t, t, $4;
 shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }"""
@@ -80,17 +79,11 @@ def unpack(codes: Array, scales: Array, interpret: bool) -> tuple[Array, Array]:
     exponent = jnp.minimum(scales.astype(jnp.int32) + (126 - EXPONENT), 255)
     factor = lax.bitcast_convert_type((exponent << 7).astype(jnp.int16), jnp.bfloat16)
     factor = jnp.broadcast_to(factor[..., None], (rows, 4, BYTES // 4)).reshape(rows, BYTES)
-    wide = _asm(_WIDEN, [codes], jnp.int16, "=r,=r,r", 4)
-    even, odd = (_asm(nibble, [wide, factor], jnp.bfloat16, "=r,r,r", 2) for nibble in _NIBBLES)
+    wide = elementwise(_WIDEN, [codes], jnp.int16, constraints="=r,=r,r", pack=4)
+    even, odd = (
+        elementwise(nibbles, [wide, factor], jnp.bfloat16, constraints="=r,r,r", pack=2) for nibbles in _NIBBLES
+    )
     return even, odd
-
-
-def _asm(text: str, args: list[Array], dtype: DTypeLike, constraints: str, pack: int) -> Array:
-    """Inline PTX on `pack` elements at a time."""
-    shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
-    return plt.elementwise_inline_asm(text, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape])[
-        0
-    ]
 
 
 def _value(code: Array) -> Array:
@@ -104,7 +97,8 @@ def hits(dot: Array, weights: Array, interpret: bool) -> Array:
     if interpret:
         hit = jnp.maximum(cast(dot, jnp.bfloat16), 0).astype(jnp.float32) * weights.astype(jnp.float32)
         return cast(hit, jnp.bfloat16).astype(jnp.float32)
-    return _asm(_HIT, [dot, jnp.broadcast_to(weights, dot.shape)], jnp.float32, "=f,=f,f,f,r", 2)
+    given = [dot, jnp.broadcast_to(weights, dot.shape)]
+    return elementwise(_HIT, given, jnp.float32, constraints="=f,=f,f,f,r", pack=2)
 
 
 def operand_order(x: Array) -> Array:
@@ -112,65 +106,80 @@ def operand_order(x: Array) -> Array:
     return x.reshape(-1, 4, 4, 2, 2).transpose(0, 2, 3, 1, 4).reshape(-1, BYTES)
 
 
-def load_rows(k_ref, first: Array, live: Array | None, rows: int, start: int, columns: int) -> Array:
+def load_rows(keys: Ref, first: Array, live: Array | None, rows: int, start: int, columns: int) -> Array:
     """Columns of some rows; of those that are `live`, where the last ones may not exist."""
     shape = (rows, columns)
-    part = k_ref.at[pl.ds(first, rows), pl.ds(start, columns)]
+    part = keys.at[pl.ds(first, rows), pl.ds(start, columns)]
     if live is None:
         return part[...]
-    return plt.load(part, mask=jnp.broadcast_to(live[:, None], shape), other=jnp.asarray(0, k_ref.dtype))
+    return plt.load(part, mask=jnp.broadcast_to(live[:, None], shape), other=jnp.asarray(0, keys.dtype))
 
 
-def _score(*refs, keys: int, size: int, places: int, pooled: bool, interpret: bool) -> None:
+class Refs(NamedTuple):
+    """Arrays in, arrays out. `blocks` is there with pools only."""
+
+    q: Ref
+    weights: Ref
+    visible: Ref
+    keys: Ref
+    blocks: Ref | None
+    scores: Ref
+    fine: Ref
+    coarse: Ref
+
+
+def _score(*refs: Ref, keys: int, size: int, places: int, pooled: bool, interpret: bool) -> None:
     """Scores and maxima of `span` keys, as far as there are `places`, for the queries of one program."""
-    q_ref, w_ref, visible_ref, k_ref, *rest = refs
-    blocks_ref = rest.pop(0) if pooled else None
-    score_ref, fine_ref, coarse_ref = rest
-    queries, heads, width = q_ref.shape
-    span = score_ref.shape[1]
+    of = named(Refs, iter(refs), absent=() if pooled else ("blocks",))
+    queries, heads, width = of.q.shape
+    span = of.scores.shape[1]
     columns = queries * heads
-    q, w = q_ref[...].reshape(columns, width), w_ref[...].reshape(1, columns)
-    packed = k_ref.shape[1] == FP4_ROW
+    q, w = of.q[...].reshape(columns, width), of.weights[...].reshape(1, columns)
+    packed = of.keys.shape[1] == FP4_ROW
     if packed:
         w = (w.astype(jnp.float32) * 2.0**EXPONENT).astype(jnp.bfloat16)
         even, odd = (operand_order(x) for x in jnp.unstack(q.reshape(columns, BYTES, 2), axis=2))
-    visible = visible_ref[...]
+    visible = of.visible[...]
     first = pl.program_id(1) * span
     row = lax.broadcasted_iota(jnp.int32, (keys,), 0)
 
     def tile(i: Array, _: None) -> None:
         at = i * keys + row
         if pooled:
-            block = plt.load(blocks_ref.at[pl.ds(i * (keys // 8), keys // 8)])
+            block = plt.load(of.blocks.at[pl.ds(i * (keys // 8), keys // 8)])
             block = jnp.broadcast_to(block[:, None], (keys // 8, 8)).reshape(keys)
             entry = jnp.where(block < 0, size, block * 8 + row % 8)
             from_ = jnp.minimum(entry, size - 1)
-            load = lambda start, n: k_ref[from_, pl.ds(start, n)]  # noqa: E731
+            load = lambda start, n: of.keys[from_, pl.ds(start, n)]  # noqa: E731
         else:
             entry = first + at
             live = None if size % keys == 0 else entry < size
-            load = lambda start, n: load_rows(k_ref, i * keys, live, keys, start, n)  # noqa: E731
+            load = lambda start, n: load_rows(of.keys, i * keys, live, keys, start, n)  # noqa: E731
+        # dot = q_i . k: of the even channels and of the odd ones
         if packed:
             low, high = unpack(load(0, BYTES), load(BYTES, 4), interpret)
             dot = plt.dot(operand_order(low), even, trans_b=True) + plt.dot(operand_order(high), odd, trans_b=True)
         else:
             dot = plt.dot(load(0, width), q, trans_b=True)
+        # hit = weight_i * relu(dot), rounded; score = sum_i hit_i
         hit = hits(dot, w, interpret)
         # The reshape that splits one query off makes Triton move every hit through shared memory.
         score = hit.sum(axis=1)[:, None] if queries == 1 else hit.reshape(keys, queries, heads).sum(axis=2)
+        # -inf for what a query does not see, and for NaN
         seen = (entry[:, None] < visible[None, :]) & (score == score)
         score = jnp.where(seen, score, -jnp.inf).astype(jnp.bfloat16)
-        score_ref[:, pl.ds(i * keys, keys)] = score.T
+        of.scores[:, pl.ds(i * keys, keys)] = score.T
 
     last = jnp.clip((places if pooled else jnp.minimum(jnp.max(visible), size)) - first, 0, span)
     tiles = (last + keys - 1) // keys
     lax.fori_loop(0, tiles, tile, None)
     if not interpret:
         plt.debug_barrier()  # the scores of all threads are written
+    # maxima of chunks of 8, and of 8 of those
     written = lax.broadcasted_iota(jnp.int32, (span,), 0) < tiles * keys
     for query in range(queries):
-        found = plt.load(score_ref.at[jnp.int32(query), :], mask=written, other=jnp.asarray(-jnp.inf, jnp.bfloat16))
-        for ref in (fine_ref, coarse_ref):
+        found = plt.load(of.scores.at[jnp.int32(query), :], mask=written, other=jnp.asarray(-jnp.inf, jnp.bfloat16))
+        for ref in (of.fine, of.coarse):
             found = jnp.max(found.astype(jnp.float32).reshape(-1, 8), axis=1)
             number = lax.broadcasted_iota(jnp.int32, found.shape, 0)
             plt.store(

@@ -6,11 +6,13 @@ column of the matrix stands at which place is free as long as the other operand 
 consecutive bytes of its row, as the checkpoint has them, and the activations' columns are permuted instead, by
 `Format.permute`, which is a transpose. Nothing about the weights is prepared, and those 16 bytes have one scale.
 
-    E2M1   bits s eem   at 15 and  8..6 of a bfloat16 are  value * 2**-126     32 values, one scale, in 16 bytes
-    E4M3   bits s eeeemmm at 15 and 10..4             are  value * 2**-120     16 values in 16 bytes
+    thread 37   c = 1, rows 17 and 25, bytes 16..31 of each row's 64 of a chunk (of E4M3, of both its halves)
+    E2M1        those are 32 values, which share a scale
+    E4M3        16 values
 
-A multiplication by 2**(126 or 120) * scale * 2**-32 makes them exact bfloat16: of scales from 2**-90 to 2**33, further
-ones saturate to inf. The kernel's epilogue undoes the 2**-32 (`UNSCALE`) on the float32 sums. E4M3's NaN is not kept.
+A multiplication by the power of two of `pallas_kernels.ptx`, the scale and 2**-32 makes exact bfloat16: of scales from
+2**-90 to 2**33, further ones saturate to inf. The kernel's epilogue undoes the 2**-32 (`UNSCALE`) on the float32 sums.
+E4M3's NaN is not kept.
 """
 
 from collections.abc import Callable
@@ -21,35 +23,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir  # what `inline_mgpu` is written in has no public name
-from jax._src.lib.mlir.dialects import arith, gpu, llvm
+from jax._src.lib.mlir.dialects import gpu, llvm  # of what `inline_mgpu` is written in, these have no public name
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels import ptx
+from pallas_kernels.formats import GROUP
 
 ROWS, COLUMNS = 64, 64  # of a fragment
 CHUNK = 128  # columns that are read together
 UNSCALE = 2.0**32
 
-# t = magnitude bits in place, u = sign bits in place, t | u times the scale; one bfloat16 pair for each shift
-_TAKE = "{take} t, {word}, {n}; and.b32 t, t, {mask}; shl.b32 u, {word}, {m}; "
-_JOIN = "lop3.b32 t, u, 0x80008000, t, 0xEA; mul.rn.bf16x2 ${out}, t, {scale}; "
 
-
-def _instructions(outputs: int, mask: str, shifts: tuple[tuple[int, int], ...]) -> str:
-    """PTX from the word ${outputs} and the scale after it to `outputs` pairs: (magnitude, sign) shifted to the left."""
-    word, scale = f"${outputs}", f"${outputs + 1}"
-    text = "{ .reg .b32 t, u; "
-    for out, (n, m) in enumerate(shifts):
-        take = "shr.b32" if n < 0 else "shl.b32"
-        text += _TAKE.format(take=take, word=word, n=abs(n), mask=mask, m=m) + _JOIN.format(out=out, scale=scale)
-    return text + "}"
-
-
-_FP4_TO_BF16 = _instructions(4, "0x01C001C0", ((6, 12), (2, 8), (-2, 4), (-6, 0)))
-_FP8_TO_BF16 = _instructions(2, "0x07F007F0", ((4, 8), (-4, 0)))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Format:
     """How a row of weights is stored, and how 128 columns of 64 rows become two fragments of 64 columns.
 
@@ -227,7 +215,7 @@ def _fp4_fragment(
             multiplier = _multiplier(_element(scales, rows * chunks + chunk), quad, 94)
             for w in range(2):
                 word = _element(words, 4 * rows + 2 * half + w)
-                registers[4 * w : 4 * w + 4, rows] = _expand(_FP4_TO_BF16, word, multiplier, 4)
+                registers[4 * w : 4 * w + 4, rows] = _expand(ptx.E2M1_WORD, word, multiplier, 4)
 
     return _decode(codes, scales, wgmma, body)
 
@@ -280,10 +268,24 @@ def _fp8_fragment(
         for rows in range(2):
             for w in range(4):
                 word = _element(words, 8 * half + 4 * rows + w)
-                registers[2 * w : 2 * w + 2, rows] = _expand(_FP8_TO_BF16, word, multiplier, 2)
+                registers[2 * w : 2 * w + 2, rows] = _expand(ptx.E4M3_WORD, word, multiplier, 2)
 
     return _decode(codes, scales, wgmma, body)
 
 
-FP4 = Format(64, 1, permute_fp4, _fp4_scales, _fp4_read, _fp4_fragment)
-FP8 = Format(128, 32, permute_fp8, _fp8_scales, _fp8_read, _fp8_fragment)
+FP4 = Format(
+    chunk_bytes=64,
+    block_rows=1,
+    permute=permute_fp4,
+    scales=_fp4_scales,
+    read=_fp4_read,
+    fragment=_fp4_fragment,
+)
+FP8 = Format(
+    chunk_bytes=128,
+    block_rows=GROUP,
+    permute=permute_fp8,
+    scales=_fp8_scales,
+    read=_fp8_read,
+    fragment=_fp8_fragment,
+)

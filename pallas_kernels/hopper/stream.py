@@ -15,15 +15,10 @@ gives buffers back when the first product of the next step has replaced the last
 instruction's N dimension, which may be any multiple of 8, so that a tile of few tokens costs few. Scales go from device
 memory straight to the threads that need them, a step ahead.
 
-Backend: Mosaic GPU. Triton keeps no operand out of its own schedule: swept, it reached 60 % of copy bandwidth with 16
-rows an expert, and 372 TFLOP/s with many (this: 75 to 78 % and 535 to 614). On Hopper `wgmma`; where that is missing
+Backend: Mosaic GPU, since Triton keeps no operand out of its own schedule. On Hopper `wgmma`; where that is missing
 (B300) the same kernel with `mma.sync`, `wgmma=False`, which agrees on an H200 and was only compiled for a B300.
 Offsets are the copy engine's coordinates and 64-bit pointers: operands may pass 2**31 elements, which Triton's
-lowering addresses with 32 bits. Tried on an H200, 243 experts x 16 rows of w1 and w3: 4 multiplying warpgroups 930
-us, 2 of them 1,005 (too few warps hide the decoding), 64 bytes of a row in a step instead of 128 1,220, 256 bytes in
-two stages 985, `mma.sync` 968. 65,536 rows: 256 columns a step 566 TFLOP/s, 128 535; giving buffers back at the end
-of a step, with the tensor core drained, 478. Two blocks that share tokens by multicast: no gain, so L2 traffic is not
-the limit.
+lowering addresses with 32 bits.
 """
 
 from __future__ import annotations
@@ -38,12 +33,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.fragments import CHUNK, COLUMNS, ROWS, UNSCALE, Format
+from pallas_kernels.hopper.fragments import CHUNK, COLUMNS, ROWS, UNSCALE, Format
+from pallas_kernels.hopper.program import COLUMN, repeat, swizzled
+from pallas_kernels.references import Ref, named
+from pallas_kernels.target import multiprocessors
 
+REGISTERS = 512  # that an SM has for each of the 128 threads of a warpgroup
+LOADING_REGISTERS = 40  # of a thread that loads
 GRANULE = 8  # tokens: tiles start at multiples of it, and are written in multiples of it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """`widths`: the token counts that a tile may have, ascending multiples of 8; it takes the least that holds it.
 
@@ -56,7 +56,24 @@ class Tile:
     stages: int = 4
     ahead: int = 1
     wgmma: bool = True
-    blocks: int = 132
+    blocks: int = multiprocessors("sm_90")
+
+
+def registers(warpgroups: int) -> int:
+    """Registers of a thread that multiplies: 240, 232, 152, 104 for one to four such warpgroups.
+
+    A launch gives every warpgroup the same part of the SM's, in multiples of 8; the loading one keeps LOADING_REGISTERS
+    of its own, and the others share the rest. More than 240 the compiler has no use for.
+
+        warpgroups 4, one more that loads:   512 / 5 -> 96 at launch       5 * 96 = 480 in all
+        (480 - 40) / 4 = 110 -> 104
+    """
+    launched = (warpgroups + 1) * _eights(REGISTERS // (warpgroups + 1))
+    return min(_eights((launched - LOADING_REGISTERS) // warpgroups), 240)
+
+
+def _eights(count: int) -> int:
+    return count // 8 * 8
 
 
 class Plan(NamedTuple):
@@ -68,20 +85,32 @@ class Plan(NamedTuple):
     tiles: jax.Array
 
 
-class _Buffers(NamedTuple):
-    tokens: Any
-    first: Any
-    second: Any
-    out: Any
-    full: Any
-    empty: Any
+class Arrays(NamedTuple):
+    """Device memory. `second` is `first` where there is one matrix; `weights` is None where nothing combines."""
+
+    x: Ref
+    first: Ref
+    first_scales: Ref
+    second: Ref
+    second_scales: Ref
+    expert: Ref
+    start: Ref
+    live: Ref
+    tiles: Ref
+    weights: Ref | None
+    out: Ref
 
 
-def _swizzled(dtype: Any) -> tuple[Any, ...]:
-    """Shared memory as the matrix instruction and the copy engine want it: 8 rows of 128 bytes."""
-    tiling: Any = plgpu.TilingTransform  # abstract, as its annotations have it
-    swizzle: Any = plgpu.SwizzleTransform
-    return tiling((GRANULE, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
+class Buffers(NamedTuple):
+    """Shared memory, by stage, and `out` by multiplying warpgroup. A stage is `full` when x and both matrices have
+    arrived, and `empty` when every multiplying warpgroup is done with it."""
+
+    x: Ref
+    first: Ref
+    second: Ref
+    out: Ref
+    full: Ref
+    empty: Ref
 
 
 def stream(
@@ -111,11 +140,11 @@ def stream(
     apart = 0 if combine else span
     width = tile.widths[-1]
 
-    def body(*refs: Any) -> None:
-        arrays, buffers = refs[: len(arguments) + 1], refs[len(arguments) + 1 :]
-        block = _Block(
-            arrays=arrays,
-            buffers=_Buffers(*buffers),
+    def body(*refs: Ref) -> None:
+        given = iter(refs)
+        block = Block(
+            arrays=named(Arrays, given, absent=("weights",) if weights is None else ()),
+            buffers=named(Buffers, given),
             form=form,
             tile=tile,
             combine=combine,
@@ -132,10 +161,10 @@ def stream(
 
     stored = form.chunk_bytes * tile.chunks
     scratch: Any = [
-        plgpu.SMEM((tile.stages, width, columns), jnp.bfloat16, transforms=_swizzled(jnp.bfloat16)),
+        plgpu.SMEM((tile.stages, width, columns), jnp.bfloat16, transforms=swizzled()),
         plgpu.SMEM((tile.stages, span, stored), jnp.uint8),
         plgpu.SMEM((tile.stages, span, stored), jnp.uint8),
-        plgpu.SMEM((tile.warpgroups, width, ROWS), dtype, transforms=_swizzled(dtype)),
+        plgpu.SMEM((tile.warpgroups, width, ROWS), dtype, transforms=swizzled(128 // jnp.dtype(dtype).itemsize, dtype)),
         plgpu.Barrier(num_arrivals=3, num_barriers=tile.stages),
         plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
     ]
@@ -154,12 +183,12 @@ def stream(
     return call(*arguments)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """What the warpgroups of a block of threads share."""
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A block of threads: one warpgroup that loads, the others multiply."""
 
-    arrays: tuple[Any, ...]
-    buffers: _Buffers
+    arrays: Arrays
+    buffers: Buffers
     form: Format
     tile: Tile
     combine: Callable[..., jax.Array] | None
@@ -171,28 +200,24 @@ class _Block:
     interpret: bool
 
     @property
-    def plan(self) -> Plan:
-        return Plan(*self.arrays[5:9])
-
-    @property
     def last(self) -> int:
         """The last step that the matrices have columns for; a later one takes them again, times zeros."""
-        return self.arrays[1].shape[2] // (self.form.chunk_bytes * self.tile.chunks) - 1
+        return self.arrays.first.shape[2] // (self.form.chunk_bytes * self.tile.chunks) - 1
 
     def each_item(self, body: Callable[[Any, Any, Any, Any], None]) -> Any:
         """body(ordinal, tile of tokens, first row, split of the columns) for the items of this block; their number."""
-        tile, tiles, block = self.tile, self.plan.tiles[0], lax.axis_index("block")
+        tile, tiles, block = self.tile, self.arrays.tiles[0], lax.axis_index("block")
         mine = lax.div(tiles * (self.row_blocks * self.splits) - block + (tile.blocks - 1), tile.blocks)
 
-        def one(i: Any, _: Any) -> Any:
+        def one(i: jax.Array) -> None:
             n = block + i * tile.blocks
             split, n = lax.div(n, tiles * self.row_blocks), lax.rem(n, tiles * self.row_blocks)
             inner = tiles if self.tokens_inner else self.row_blocks
-            t, r = (lax.rem(n, inner), lax.div(n, inner))[:: 1 if self.tokens_inner else -1]
+            fast, slow = lax.rem(n, inner), lax.div(n, inner)
+            t, r = (fast, slow) if self.tokens_inner else (slow, fast)
             body(i, t, r * (ROWS * tile.warpgroups + self.apart), split)
-            return 0
 
-        lax.fori_loop(0, mine, one, 0)
+        repeat(mine, one)
         return mine
 
     def each_width(self, live: Any, body: Callable[[int], None]) -> None:
@@ -203,6 +228,7 @@ class _Block:
             below = width
 
     def slot(self, ordinal: Any, step: Any) -> tuple[Any, Any]:
+        """(number, stage) of a step of this block's `ordinal`-th item."""
         n = ordinal * self.steps + step
         return n, lax.rem(n, self.tile.stages)
 
@@ -212,63 +238,59 @@ class _Block:
 
     def load(self) -> None:
         """The loading warpgroup."""
-        tile, buffers, plan = self.tile, self.buffers, self.plan
-        x, first, _, second, _ = self.arrays[:5]
+        tile, arrays, buffers = self.tile, self.arrays, self.buffers
         columns, stored = CHUNK * tile.chunks, self.form.chunk_bytes * tile.chunks
         span = ROWS * tile.warpgroups
         if not self.interpret:
-            plgpu.set_max_registers(40, action="decrease")
-
-        def drain(n: Any) -> Any:
-            plgpu.barrier_wait(buffers.empty.at[lax.rem(n, tile.stages)])
-            return 0
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
         def item(ordinal: Any, t: Any, row: Any, split: Any) -> None:
-            expert, start, live = plan.expert[t], pl.multiple_of(plan.start[t], GRANULE), plan.live[t]
+            expert, start, live = arrays.expert[t], pl.multiple_of(arrays.start[t], GRANULE), arrays.live[t]
 
-            def step(k: Any, _: Any) -> Any:
+            def step(k: jax.Array) -> None:
                 n, slot = self.slot(ordinal, k)
                 pl.when(n >= tile.stages)(lambda: plgpu.barrier_wait(buffers.empty.at[slot]))
                 full = buffers.full.at[slot]
                 at = split * self.steps + k
                 here = pl.ds(lax.min(at, self.last) * stored, stored)
-                plgpu.copy_gmem_to_smem(first.at[expert, pl.ds(row, span), here], buffers.first.at[slot], full)
+                plgpu.copy_gmem_to_smem(arrays.first.at[expert, pl.ds(row, span), here], buffers.first.at[slot], full)
                 far = pl.ds(row + self.apart, span)
-                plgpu.copy_gmem_to_smem(second.at[expert, far, here], buffers.second.at[slot], full)
+                plgpu.copy_gmem_to_smem(arrays.second.at[expert, far, here], buffers.second.at[slot], full)
                 self.each_width(
                     live,
                     lambda width: plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(start, width), pl.ds(at * columns, columns)],
-                        buffers.tokens.at[slot, pl.ds(0, width)],
+                        arrays.x.at[pl.ds(start, width), pl.ds(at * columns, columns)],
+                        buffers.x.at[slot, pl.ds(0, width)],
                         full,
                     ),
                 )
-                return 0
 
-            lax.fori_loop(0, self.steps, step, 0)
+            repeat(self.steps, step)
 
         steps = self.each_item(item) * self.steps
         last = lax.min(steps, tile.stages)  # every arrival is waited for
-        lax.fori_loop(0, last, lambda k, _: drain(steps - last + k), 0)
+        repeat(last, lambda k: plgpu.barrier_wait(buffers.empty.at[lax.rem(steps - last + k, tile.stages)]))
 
     def multiply(self, role: Any) -> None:
         """A multiplying warpgroup."""
+        arrays = self.arrays
         if not self.interpret:
-            plgpu.set_max_registers({1: 240, 2: 232, 3: 152, 4: 104}[self.tile.warpgroups], action="increase")
+            plgpu.set_max_registers(registers(self.tile.warpgroups), action="increase")
 
         def item(ordinal: Any, t: Any, row: Any, split: Any) -> None:
-            expert, live = self.plan.expert[t], self.plan.live[t]
-            start = pl.multiple_of(self.plan.start[t], GRANULE)
+            expert, live = arrays.expert[t], arrays.live[t]
+            start = pl.multiple_of(arrays.start[t], GRANULE)
             row += role * ROWS
 
             def tokens(width: int) -> None:
                 sums = self.products(role, ordinal, expert, row, split, width)
                 sums = [value * UNSCALE for value in sums]
+                # out = combine(first . x, second . x, weights), or both products
                 if self.combine:
-                    layout = None if self.interpret else plgpu.Layout.WGMMA.reduce(0)
-                    weights = plgpu.load(self.arrays[9].at[pl.ds(start, width)], layout=layout, optimized=False)
+                    layout = None if self.interpret else COLUMN
+                    weights = plgpu.load(arrays.weights.at[pl.ds(start, width)], layout=layout, optimized=False)
                     sums = [self.combine(*sums, lax.broadcast_in_dim(weights, sums[0].shape, (1,)))]
-                base = pl.multiple_of(split * self.arrays[0].shape[0] + start, GRANULE)
+                base = pl.multiple_of(split * arrays.x.shape[0] + start, GRANULE)
                 for n, value in enumerate(sums):
                     self.store(role, value, live, base, row + n * self.apart)
 
@@ -290,11 +312,12 @@ class _Block:
                 n, slot = self.slot(ordinal, k)
                 plgpu.barrier_wait(buffers.full.at[slot])
                 following = self.scales(expert, row, split, k + 1)
+                # sums += matrix[rows, 64 columns] x[tokens, 64 columns]^T
                 for chunk in range(chunks):
                     codes = [self.form.read(ref.at[slot, rows], chunk, interpret=self.interpret) for ref in matrices]
                     for half in range(2):
                         at = pl.ds(chunk * CHUNK + half * COLUMNS, COLUMNS)
-                        right = buffers.tokens.at[slot, pl.ds(0, width), at].transpose((1, 0))
+                        right = buffers.x.at[slot, pl.ds(0, width), at].transpose((1, 0))
                         partial = [
                             self.accumulate(acc, value, self.fragment(words, scale, chunk, half), right)
                             for acc, value, words, scale in zip(accumulators, partial, codes, scales, strict=True)
@@ -323,12 +346,14 @@ class _Block:
             here = pl.ds(lax.div(row, form.block_rows), ROWS // form.block_rows)
             return form.scales(ref.at[expert, here, groups], chunks, interpret=self.interpret)
 
-        return words(self.arrays[2], row), words(self.arrays[4], row + self.apart)
+        return words(self.arrays.first_scales, row), words(self.arrays.second_scales, row + self.apart)
 
     def fragment(self, codes: jax.Array, scales: jax.Array, chunk: int, half: int) -> jax.Array:
+        """64 rows x 64 columns of a matrix in bfloat16, as the matrix instruction takes them."""
         return self.form.fragment(codes, scales, chunk, half, interpret=self.interpret, wgmma=self.tile.wgmma)
 
     def zeros(self, width: int) -> jax.Array:
+        """Sums in registers, before the first product."""
         value = jnp.zeros((ROWS, width), jnp.float32)
         return value if self.interpret else plgpu.layout_cast(value, plgpu.Layout.MMA_ACC(jnp.bfloat16))
 
@@ -346,7 +371,7 @@ class _Block:
 
     def store(self, role: Any, value: jax.Array, live: Any, base: Any, column: Any) -> None:
         """64 columns of the first `live` tokens, in whole granules: the next tile starts after them."""
-        width, out, columns = value.shape[1], self.arrays[-1], pl.ds(column, ROWS)
+        width, out, columns = value.shape[1], self.arrays.out, pl.ds(column, ROWS)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer = self.buffers.out.at[role, pl.ds(0, width)].transpose((1, 0))
         value = value.astype(out.dtype)
@@ -359,10 +384,9 @@ class _Block:
 
         @pl.when(live <= width - GRANULE)
         def part() -> None:
-            def granule(g: Any, _: Any) -> Any:
+            def granule(g: Any) -> None:
                 g = pl.multiple_of(g * GRANULE, GRANULE)
                 to = pl.ds(pl.multiple_of(base + g, GRANULE), GRANULE)
                 plgpu.copy_smem_to_gmem(self.buffers.out.at[role, pl.ds(g, GRANULE)], out.at[to, columns])
-                return 0
 
-            lax.fori_loop(0, lax.div(live + (GRANULE - 1), GRANULE), granule, 0)
+            repeat(lax.div(live + (GRANULE - 1), GRANULE), granule)

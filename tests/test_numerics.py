@@ -13,11 +13,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 
 from dsv41_jax import numerics as quant
-from dsv41_jax.nn.attention import Published
+from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache
 from pallas_kernels import BackendError
 from pallas_kernels.formats import cast, dequantize_fp8
-from pallas_kernels.rows import quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from pallas_kernels.quantize import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, lambda f: JITTED[f]], ids=["eager", "jit"])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -136,14 +136,14 @@ def test_cache_quantizers_leave_the_selection_alone():  # an option that reroute
     attention = random_model(cfg).params.layers[1].attn
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 14, 32)), jnp.float32)
     span = Span.after(jnp.zeros(1, jnp.int32), jnp.full(1, 14, jnp.int32), 14)
-    plain = quant.numerics("float32")
+    plain = quant.numerics_by_name("float32")
     options = [
         plain,
         replace(plain, window=quant.values(quant.round_fp8)),
         replace(plain, main=quant.values(quant.round_nvfp4)),
     ]
     cache = init_cache(cfg, 1, 16, plain).layers[1]
-    runs = jax.jit(lambda x: [attention(x, Published(), cache, span, num)[:2] for num in options])(x)
+    runs = jax.jit(lambda x: [attention(x, Shared(), cache, span, num)[:2] for num in options])(x)
     (exact, standing), *quantized = [(np.asarray(y), np.asarray(published.selected)) for y, published in runs]
     for y, selected in quantized:
         assert np.array_equal(selected, standing)
@@ -230,7 +230,7 @@ def test_numerics_by_name_switch_the_quantizers_of_the_released_program():
     }
     x = normal(7)
     for name, (dtype, rule) in rules.items():
-        num = quant.numerics(name)
+        num = quant.numerics_by_name(name)
         assert (num.name, num.backend, num.dtype) == (name, "xla", dtype)
         given = jnp.asarray(x, dtype)
         for quantizer, expected in zip((num.activation, num.window, num.main, num.index), rule, strict=True):
@@ -239,15 +239,15 @@ def test_numerics_by_name_switch_the_quantizers_of_the_released_program():
 
 def test_kernels_want_a_gpu_and_bfloat16():
     with pytest.raises(BackendError, match="the model needs a GPU"):
-        quant.numerics("reference", "pallas")
+        quant.numerics_by_name("reference", "pallas")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))):
-        assert quant.numerics("fast", "pallas").backend == "pallas"
+        assert quant.numerics_by_name("fast", "pallas").backend == "pallas"
         with pytest.raises(BackendError, match="numerics 'cachequant' has float32"):
-            quant.numerics("cachequant", "pallas")
+            quant.numerics_by_name("cachequant", "pallas")
     with pytest.raises(ValueError, match="backend: 'cuda' is not one of"):
-        quant.numerics("fast", "cuda")
+        quant.numerics_by_name("fast", "cuda")
 
 
 def test_unknown_numerics_raise_and_list_the_known():
     with pytest.raises(ValueError, match="numerics: 'bf16' is not one of 'float32', 'cachequant', 'reference'"):
-        quant.numerics("bf16")
+        quant.numerics_by_name("bf16")

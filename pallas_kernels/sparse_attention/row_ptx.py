@@ -1,4 +1,4 @@
-"""Rows of a cache into shared memory: what the Hopper kernel's producers do, a channel half of 64 rows at a time.
+"""PTX that brings rows of a cache to where Hopper's tensor cores read them, a channel half of 64 rows at a time.
 
 Hopper's copy engine cannot gather into the swizzled tiles that its tensor cores read, and Pallas has no copies of
 single threads, so the three formats below are PTX. Each leaves 64 keys x 256 channels of bfloat16 in tiles of 8 keys
@@ -12,39 +12,24 @@ x 64 channels, with 16-byte chunk c of key r at place c ^ (r % 8) of its 128-byt
 FP4 codes and scales, 20 registers a thread, are read before there is room for the rows, and wait there: the time to
 memory passes while the half block before is still in use.
 
-**Numerics.** Sign, exponent and mantissa of a code are moved to where bfloat16 has them: the value times a power
-of two, small codes as subnormal numbers; a product brings it back and scales it. Codes and scales have at most seven
-significant bits together, so all of it is exact: packed rows arrive as 2**-7 of what `unpack` gives, bit for bit. The
-2**-7 keeps scale and power of two together in bfloat16's range; the consumers undo it.
+**Numerics.** Codes become bfloat16 as `pallas_kernels.ptx` says. Codes and scales have at most seven significant bits
+together, so all of it is exact: packed rows arrive as 2**-7 of what `unpack` gives, bit for bit. The 2**-7 keeps scale
+and power of two together in bfloat16's range; the consumers undo it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import FragmentedArray
-from jax.experimental.mosaic.gpu import utils as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import vector
 from jaxtyping import Array, Shaped
 
 from pallas_kernels import BackendError
-from pallas_kernels.sparse_attention.reference import gather
+from pallas_kernels.formats import GROUP, NVFP4_GROUP
+from pallas_kernels.ptx import PAIRS, e2m1_nibbles, e4m3_bytes
 
 KEYS = 64  # rows of a block
-LISTS = 8  # ids of so many blocks in shared memory
-AHEAD = LISTS - 2  # steps between the copy of a block's ids and the fetch of its rows
 HEAD = 512  # channels of a row
 HALF = HEAD // 2
 DOWN = 7
 TILE = 8 * 128  # bytes of a swizzled tile: 8 keys of 64 channels
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
 def _lines(*parts: str | list[str]) -> list[str]:
@@ -97,16 +82,6 @@ def _copy_bf16(count: int) -> list[str]:
 # Lanes of a quarter warp take four keys, and two chunks whose places differ in bit 2: no bank is hit twice.
 _KEY = "shr.u32 r, t, 5; shl.b32 r, r, 2; shr.u32 x, lane, 1; and.b32 x, x, 3; add.u32 r, r, x;"
 _VALUES = ".reg .b32 y<4>, o<4>, s0, s1, s, a, b, to; .reg .b16 h0, h1; .reg .f32 f0, f1; .reg .b64 more, sc;"
-_PAIRS = ("0x5410", "0x7632")  # byte permutations: the low halves of two registers, the high halves
-
-
-def _field(out: str, word: str, up: int, mask: int, sign_up: int) -> list[str]:
-    """out = bits of two codes in place: exponent and mantissa moved by `up`, the sign by `sign_up`."""
-    move = f"shl.b32 a, {word}, {up};" if up >= 0 else f"shr.u32 a, {word}, {-up};"
-    return [
-        f"{move} shl.b32 b, {word}, {sign_up}; and.b32 b, b, 0x80008000;",
-        f"lop3.b32 {out}, a, {mask}, b, 0xEA;",
-    ]
 
 
 def _scaled(values: list[str], *factors: str) -> list[str]:
@@ -114,15 +89,12 @@ def _scaled(values: list[str], *factors: str) -> list[str]:
 
 
 def _nvfp4_word(word: str, scale: str) -> list[str]:
-    """Eight codes: nibbles i and i + 4 share a register. A product with two powers of two moves exponent and mantissa
-    to bits 6 to 8 and the sign to bit 15 at once. Then neighbours are paired."""
+    """Eight codes: nibbles i and i + 4 share a register. Then neighbours are paired."""
     lines = [f"shr.u32 b, {word}, 8;"]
-    for i in range(4):
-        source, nibble, move = (word, "b")[i // 2], (0x000F000F, 0x00F000F0)[i % 2], (0x1040, 0x0104)[i % 2]
-        lines += [f"and.b32 a, {source}, {nibble}; mul.lo.u32 a, a, {move}; and.b32 y{i}, a, 0x81C081C0;"]
+    lines += [e2m1_nibbles(f"y{i}", (word, "b")[i // 2], bool(i % 2)) for i in range(4)]
     lines += _scaled(["y0", "y1", "y2", "y3"], scale)
     return lines + [
-        f"prmt.b32 o{2 * high + low}, y{2 * low}, y{2 * low + 1}, {_PAIRS[high]};" for high in (0, 1) for low in (0, 1)
+        f"prmt.b32 o{2 * high + low}, y{2 * low}, y{2 * low + 1}, {PAIRS[high]};" for high in (0, 1) for low in (0, 1)
     ]
 
 
@@ -150,7 +122,7 @@ def _load_nvfp4(count: int) -> list[str]:
     )
     for k in range(KEYS // 16):
         body += _lines(
-            _row(k, count, HEAD // 2 + HEAD // 16),
+            _row(k, count, HEAD // 2 + HEAD // NVFP4_GROUP),
             f".reg .b32 codes{k}; mov.b32 codes{k}, 0; mad.wide.u32 more, c, 16, src; mad.wide.u32 sc, c, 2, src;",
             _load(f"v{k}", "more"),
             f"@valid ld.global.b16 codes{k}, [sc + {HEAD // 2}];",
@@ -196,7 +168,7 @@ def _unpack_fp8(count: int) -> list[str]:
     for again in range(2):
         for k in range(KEYS // 16):
             body += _lines(
-                _row(k, count, HEAD + HEAD // 32),
+                _row(k, count, HEAD + HEAD // GROUP),
                 "mad.wide.u32 more, c, 16, src; cvt.u64.u32 sc, x; add.u64 sc, sc, src;",
                 _load(f"v{k}{again}", f"more + {128 * again}"),
                 f".reg .b32 s{k}{again}; mov.b32 s{k}{again}, 0;",
@@ -207,9 +179,9 @@ def _unpack_fp8(count: int) -> list[str]:
             for q in range(2):
                 for i in range(2):
                     word = f"v{k}{again}_{2 * q + i}"
-                    body += _field("y0", word, 4, 0x07F007F0, 8) + _field("y1", word, -4, 0x07F007F0, 0)
+                    body += e4m3_bytes("y0", word, False) + e4m3_bytes("y1", word, True)
                     body += _scaled(["y0", "y1"], "power", "s")
-                    body += [f"prmt.b32 o{2 * i + high}, y0, y1, {_PAIRS[high]};" for high in (0, 1)]
+                    body += [f"prmt.b32 o{2 * i + high}, y0, y1, {PAIRS[high]};" for high in (0, 1)]
                 place = k * 8 * TILE + again * 2 * TILE
                 body += [f"xor.b32 to, at, {16 * q}; st.shared.v4.b32 [to + {place}], {{o0, o1, o2, o3}};"]
     bits = 127 + 120 - DOWN << 7
@@ -262,129 +234,10 @@ def row_format(rows: Shaped[Array, "B S row"], channels: int) -> Format:
     known = {
         ("bfloat16", channels): "bf16",
         ("uint8", 2 * channels): "bf16",
-        ("uint8", channels + channels // 32): "fp8",
-        ("uint8", channels // 2 + channels // 16): "nvfp4",
+        ("uint8", channels + channels // GROUP): "fp8",
+        ("uint8", channels // 2 + channels // NVFP4_GROUP): "nvfp4",
     }
     if (name, width) not in known:
         wanted = ", ".join(f"{dtype}[{size}]" for dtype, size in known)
         raise BackendError(f"backend 'pallas': sparse_attention has no row of {name}[{width}]; there are {wanted}")
     return Format(known[name, width])
-
-
-def _fetch(source: Any, table: Any, ids: Any, to: Any, first: Array, half: Array) -> None:
-    """The values of rows `first + ids` of `table`, channel half `half`, into the tile `to`."""
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(), plgpu.RefType(), scalar, scalar))
-    def body(_: Any, to: Any, table: Any, ids: Any, first: Any, half: Any) -> None:
-        pointers = [mgpu.memref_ptr(ref) for ref in (to, table, ids)]
-        mgpu.inline_ptx(source.fmt.fetch_ptx(source.count), *pointers, first.registers.item(), half.registers.item())
-
-    body(to, table, ids, first, half)
-
-
-def _fetch_interpreted(source: Any, table: Any, ids: Any, to: Any, first: Array, half: Array) -> None:
-    """`_fetch` for interpret mode, which has no PTX: there the table holds values."""
-    width, taken = to.shape[-1], ids[...]
-    at = jnp.where(taken >= 0, jnp.minimum(taken, source.count - 1) + first, -1)
-    rows = gather(table[...][None], at[None, None], 2 * width, to.dtype, None)[0, 0]
-    to[...] = lax.dynamic_slice_in_dim(rows, half * width, width, axis=1)
-
-
-def _words_layout(fmt: Format) -> Any:
-    return plgpu.Layout.WG_STRIDED((128 * fmt.words,), vec_size=1)
-
-
-def _read(source: Any, table: Any, ids: Any, first: Array, half: Array) -> Array:
-    """`_fetch`'s first part for packed rows that registers can hold: their words, a warpgroup's."""
-    words, scalar, layout = source.fmt.words, plgpu.Layout.WG_SPLAT(()), _words_layout(source.fmt)
-    result = plgpu.ShapeDtypeStruct((128 * words,), jnp.dtype(jnp.int32), layout)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar), return_type=result)
-    def body(_: Any, table: Any, ids: Any, first: Any, half: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        args = (mgpu.memref_ptr(table), mgpu.memref_ptr(ids), first.registers.item(), half.registers.item())
-        got = mgpu.inline_ptx(
-            source.fmt.load_ptx(source.count), *args, result_types=[i32] * words, has_side_effects=True
-        )
-        one = ir.VectorType.get((1,), i32)
-        registers = np.array([vector.broadcast(one, x) for x in got], dtype=object)
-        return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
-
-    return body(table, ids, first, half)
-
-
-def _unpack(fmt: Format, words: Array, to: Any) -> None:
-    """`_fetch`'s second part."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), _words_layout(fmt)))
-    def body(_: Any, to: Any, words: Any) -> None:
-        values = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in words.registers.flat]
-        mgpu.inline_ptx(fmt.unpack_ptx(), mgpu.memref_ptr(to), *values)
-
-    body(to, words)
-
-
-def slot_of(k: Array | int, half: Array | int) -> Array | int:
-    """Where among the half blocks in shared memory a half of an item's block k is."""
-    return 2 * (k % 2 if isinstance(k, int) else lax.rem(k, 2)) + half
-
-
-def _sources(work: Any, program: Array, step: Array) -> Iterator[tuple[int, Any, Array, Array, Array, Array]]:
-    """(index, source, whether the step is its, where in its lists the step's ids are, the query, the first row of the
-    batch entry) of every source."""
-    query, key = work.step(program, step)
-    start = 0
-    for n, source in enumerate(work.sources):
-        mine = (key >= start) & (key < start + source.ids)
-        yield n, source, mine, key - start, query, lax.div(query, work.queries_per_entry) * source.count
-        start += source.ids
-
-
-def produce(work: Any, mem: Any, program: Array, half: Array) -> None:
-    """A producer: fetch one channel half of the rows of every step. Half 0 also copies the ids, `AHEAD` steps ahead.
-    Packed rows that registers can hold are on their way before their place is free. `work` and `mem` are forward.Work
-    and forward.Memory."""
-    steps = work.items(program) * work.blocks
-
-    def copy_ids(s: Array) -> None:
-        slot = lax.rem(s, LISTS)
-        for n, _, mine, at, query, _ in _sources(work, program, s):
-            list_ = mem.ids_in[n].at[query, pl.ds(at, KEYS)]
-            pl.when((s < steps) & mine)(
-                partial(plgpu.copy_gmem_to_smem, list_, mem.ids.at[slot], mem.ids_full.at[slot])
-            )
-
-    def read_early(s: Array) -> dict[int, Array]:
-        words = {}
-        for n, source, mine, _, _, first in _sources(work, program, s):
-            if source.fmt.words and not work.interpret:
-                none = plgpu.layout_cast(jnp.zeros((128 * source.fmt.words,), jnp.int32), _words_layout(source.fmt))
-                read = partial(_read, source, mem.tables[n], mem.ids.at[lax.rem(s, LISTS)], first, half)
-                words[n] = lax.cond(mine, read, lambda none=none: none)
-        return words
-
-    def fill(s: Array, nothing: None) -> None:
-        slot, ids = slot_of(lax.rem(s, work.blocks), half), lax.rem(s, LISTS)
-        plgpu.barrier_wait(mem.ids_full.at[ids])
-        words = read_early(s)
-        pl.when(s >= min(2, work.blocks))(lambda: plgpu.barrier_wait(mem.k_free.at[slot]))
-        # The left halves up to step s - 2 are free, so everyone has read that step's ids: these take their place.
-        pl.when(half == 0)(lambda: copy_ids(s + AHEAD))
-        fetch = _fetch_interpreted if work.interpret else _fetch
-        for n, source, mine, _, _, first in _sources(work, program, s):
-            if n in words:
-                pl.when(mine)(partial(_unpack, source.fmt, words[n], mem.k.at[slot]))
-            else:
-                get = partial(fetch, source, mem.tables[n], mem.ids.at[ids], mem.k.at[slot], first, half)
-                pl.when(mine)(get)
-        plgpu.barrier_arrive(mem.k_full.at[slot])
-
-    @pl.when(half == 0)
-    def _start() -> None:
-        lax.fori_loop(0, AHEAD, lambda s, _: copy_ids(s), None)
-
-    lax.fori_loop(0, steps, fill, None)
-    if work.interpret:  # where who waits at a barrier must see its every phase (JAX 0.11)
-        for k in range(min(2, work.blocks)):
-            plgpu.barrier_wait(mem.k_free.at[slot_of(k, half)])

@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Float32, UInt8
 from pallas_kernels.formats import (
     E2M1_MAX,
     E4M3_MAX,
+    GROUP,
+    NVFP4_GROUP,
     cast,
     e2m1_codes,
     e2m1_value,
@@ -45,7 +47,7 @@ def quantize_fp8(
     x: Float[Array, "*lead K"],
 ) -> tuple[Float[Array, "*lead K"], UInt8[Array, "*lead K//32"]]:
     """E4M3 values (dtype float8_e4m3fn) and E8M0 scale bytes of groups of 32."""
-    groups, amax = _grouped(x, 32)
+    groups, amax = _grouped(x, GROUP)
     scale = e8m0_ceil(jnp.maximum(amax, np.float32(FLOOR["fp8"])) * np.float32(1 / E4M3_MAX))
     values = round_e4m3(groups * e8m0_value(254 - scale)[..., None])
     return values.reshape(x.shape).astype(jnp.float8_e4m3fn), scale
@@ -53,14 +55,14 @@ def quantize_fp8(
 
 def quantize_mxfp4(x: Float[Array, "*lead K"]) -> tuple[UInt8[Array, "*lead K"], UInt8[Array, "*lead K//32"]]:
     """E2M1 codes (one a byte) and E8M0 scale bytes of groups of 32."""
-    groups, amax = _grouped(x, 32)
+    groups, amax = _grouped(x, GROUP)
     scale = e8m0_ceil(jnp.maximum(amax, np.float32(FLOOR["mxfp4"])) * np.float32(1 / E2M1_MAX))
     return e2m1_codes(groups, e8m0_value(scale)[..., None]).reshape(x.shape), scale
 
 
 def quantize_nvfp4(x: Float[Array, "*lead K"]) -> tuple[UInt8[Array, "*lead K"], Float32[Array, "*lead K//16"]]:
     """E2M1 codes (one a byte) and E4M3-valued scales of groups of 16; there is no second-level scale."""
-    groups, amax = _grouped(x, 16)
+    groups, amax = _grouped(x, NVFP4_GROUP)
     scale = round_e4m3_ratio(jnp.maximum(amax, np.float32(FLOOR["nvfp4"])), E2M1_MAX)
     return e2m1_codes(groups, scale[..., None]).reshape(x.shape), scale
 
@@ -68,19 +70,19 @@ def quantize_nvfp4(x: Float[Array, "*lead K"]) -> tuple[UInt8[Array, "*lead K"],
 def round_fp8(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
     """Fake-quantize as activations and window KV are: E4M3 in groups of 32."""
     values, scale = quantize_fp8(x)
-    return (values.astype(jnp.float32) * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(x.dtype)
+    return (values.astype(jnp.float32) * jnp.repeat(e8m0_value(scale), GROUP, axis=-1)).astype(x.dtype)
 
 
 def round_mxfp4(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
     """Fake-quantize as index keys and queries are: E2M1 in groups of 32 with power-of-two scales."""
     codes, scale = quantize_mxfp4(x)
-    return (e2m1_value(codes) * jnp.repeat(e8m0_value(scale), 32, axis=-1)).astype(x.dtype)
+    return (e2m1_value(codes) * jnp.repeat(e8m0_value(scale), GROUP, axis=-1)).astype(x.dtype)
 
 
 def round_nvfp4(x: Float[Array, "*lead K"]) -> Float[Array, "*lead K"]:
     """Fake-quantize as main KV entries are: E2M1 in groups of 16 with E4M3 scales."""
     codes, scale = quantize_nvfp4(x)
-    return (e2m1_value(codes) * jnp.repeat(scale, 16, axis=-1)).astype(x.dtype)
+    return (e2m1_value(codes) * jnp.repeat(scale, NVFP4_GROUP, axis=-1)).astype(x.dtype)
 
 
 def pack_e2m1(codes: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead half"]:
@@ -111,9 +113,9 @@ def pack_fp8(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
 
 def unpack_fp8(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
     """The values of `pack_fp8` rows."""
-    channels = row.shape[-1] // 33 * 32
-    width = _codes_width(row, channels, channels, channels // 32, "FP8")
-    return cast(_e4m3_values(row[..., :width]) * jnp.repeat(e8m0_value(row[..., width:]), 32, axis=-1), dtype)
+    channels = row.shape[-1] // (GROUP + 1) * GROUP
+    width = _codes_width(row, channels, channels, channels // GROUP, "FP8")
+    return cast(_e4m3_values(row[..., :width]) * jnp.repeat(e8m0_value(row[..., width:]), GROUP, axis=-1), dtype)
 
 
 def pack_nvfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
@@ -124,10 +126,10 @@ def pack_nvfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
 
 def unpack_nvfp4(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
     """The values of `pack_nvfp4` rows."""
-    channels = row.shape[-1] // 9 * 16
-    half = _codes_width(row, channels, channels // 2, channels // 16, "NVFP4")
+    channels = row.shape[-1] // (NVFP4_GROUP // 2 + 1) * NVFP4_GROUP
+    half = _codes_width(row, channels, channels // 2, channels // NVFP4_GROUP, "NVFP4")
     values, scale = e2m1_value(unpack_e2m1(row[..., :half])), _e4m3_values(row[..., half:])
-    return cast(values * jnp.repeat(scale, 16, axis=-1), dtype)
+    return cast(values * jnp.repeat(scale, NVFP4_GROUP, axis=-1), dtype)
 
 
 def pack_mxfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
@@ -138,10 +140,10 @@ def pack_mxfp4(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
 
 def unpack_mxfp4(row: UInt8[Array, "*lead row"], dtype: DTypeLike) -> Float[Array, "*lead K"]:
     """The values of `pack_mxfp4` rows."""
-    channels = row.shape[-1] // 17 * 32
-    half = _codes_width(row, channels, channels // 2, channels // 32, "MXFP4")
+    channels = row.shape[-1] // (GROUP // 2 + 1) * GROUP
+    half = _codes_width(row, channels, channels // 2, channels // GROUP, "MXFP4")
     values, scale = e2m1_value(unpack_e2m1(row[..., :half])), e8m0_value(row[..., half:])
-    return cast(values * jnp.repeat(scale, 32, axis=-1), dtype)
+    return cast(values * jnp.repeat(scale, GROUP, axis=-1), dtype)
 
 
 def pack_bf16(x: Float[Array, "*lead K"]) -> UInt8[Array, "*lead row"]:
