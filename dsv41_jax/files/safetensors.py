@@ -101,7 +101,7 @@ def parse_header(file: Path, text: bytes, size: int | None) -> Header:
     return Header(tensors, problems, metadata if isinstance(metadata, dict) else {})
 
 
-def write(stream: BinaryIO, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def write_tensors(stream: BinaryIO, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """A whole file, by the safetensors package: in memory, for its `serialize_file` renames a file of its own into
     place. The order of several metadata is arbitrary."""
     held = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
