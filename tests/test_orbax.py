@@ -16,16 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDEN, random_memory, small_config
+from conftest import GOLDEN, small_config
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv41_jax import CheckpointError, cli
+from dsv41_jax.engine.tables import EngramLookup
 from dsv41_jax.files import convert, orbax_writer
 from dsv41_jax.files.load import load_tables
 from dsv41_jax.files.orbax import OrbaxCheckpoint
-from dsv41_jax.nn.transformer import abstract_parameters, random_parameters
+from dsv41_jax.nn.random import random_parameters
+from dsv41_jax.nn.transformer import abstract_parameters
 from dsv41_jax.sharding import placements
 
 TINY = GOLDEN["tiny-full"]
@@ -101,7 +103,7 @@ def live(tmp_path_factory):
     where, flat = placements(params, mesh), dict(nnx.to_flat_state(state))
     flat = {path: leaf.replace(jax.device_put(leaf[...], where[path])) for path, leaf in flat.items()}
     assert len({leaf[...].sharding for leaf in flat.values()}) > 1
-    memory = random_memory(cfg)
+    memory = EngramLookup.random(cfg)
     sharded = nnx.merge(graph, nnx.from_flat_state(flat))
     orbax_writer.save(sharded, directory, cfg, tables=memory.tables, files={"tokenizer.json": b"{}"})
     return params, memory, directory
