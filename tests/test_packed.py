@@ -303,12 +303,15 @@ def test_every_cache_format_selects_and_attends_to_as_many_keys(monkeypatch):  #
 
     monkeypatch.setattr(attention, "sparse_attention", recorded)
     layer = random_model(cfg).params.layers[1].attn
+    how = {"plan": cfg.layers[1], "cfg": cfg}
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 14, 32)), jnp.bfloat16)
     span = Span.after(jnp.zeros(1, jnp.int32), jnp.full(1, 14, jnp.int32), 14)
     nums = [quant.numerics_by_name(name) for name in ("reference", "fast", "fast-fp8", "fast-bf16")]
-    selected = jax.jit(
-        lambda x: [layer(x, Shared(), init_cache(cfg, 1, 16, n).layers[1], span, n)[1].selected for n in nums]
-    )(x)
+
+    def select(x, num):
+        return layer(x, Shared(), init_cache(cfg, 1, 16, num).layers[1], span, **how, numerics=num).shared.selected
+
+    selected = jax.jit(lambda x: [select(x, num) for num in nums])(x)
     assert shapes == [shapes[0]] * 4
     for ids in selected:
         assert np.sum(ids >= 0, axis=-1).tolist() == [[min(cfg.index_topk, (t + 1) // 2) for t in range(14)]]
@@ -321,11 +324,7 @@ WINDOW = 16
 
 
 class Recorded(Model):
-    """A model that generates by `step` in the two shapes that every test here uses, so that they compile once."""
-
-    def last_logits(self, piece, cache):
-        logits, cache, _ = self.step(piece.tokens, cache, piece.count, TAPS)
-        return jnp.take_along_axis(logits, np.maximum(piece.count - 1, 0)[:, None, None], axis=1)[:, 0], cache
+    """A model that steps in the two shapes that every test here uses, so that they compile once."""
 
     def run(self, lengths):
         """([logits and taps of each call], cache) of TOKENS in chunks of 16, `lengths` of each row live."""
