@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from conftest import random_model, small_config
 
-from dsv41_jax import Config, Model
-from dsv41_jax import numerics
+from dsv41_jax import Config, Model, numerics
 from dsv41_jax.nn import attention
 from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache, nbytes_per_token
