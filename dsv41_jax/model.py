@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from dsv41_jax.ablation import ablated
 from dsv41_jax.config import Config
 from dsv41_jax.engine.chat import ChatError, Codec, OnDelta, Reply
-from dsv41_jax.engine.chunks import Tokens, checked_lengths, padded
+from dsv41_jax.engine.chunks import Tokens, checked_lengths, checked_prompt, padded
 from dsv41_jax.engine.decode import Drafted, OnStep, OnToken, decode
 from dsv41_jax.engine.engine import Engine, Images
 from dsv41_jax.engine.images import ImageSource, Patches
@@ -268,7 +268,7 @@ class Model:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int] | np.ndarray],
+        prompts: str | Sequence[str | Sequence[int] | np.ndarray],
         max_new_tokens: int,
         *,
         temperature: float | int = 0.0,
@@ -284,9 +284,9 @@ class Model:
     ) -> list[list[int]]:
         """New token ids of each prompt, up to `max_new_tokens` or EOS (kept as the last id).
 
-        A prompt is token ids, or text that is tokenized behind a BOS; prompts may differ in length. temperature 0 is
-        greedy. `on_token(row, id)` is called as each token is known. `images` are each prompt's images in order; its
-        ids hold a placeholder, or the whole span, for each.
+        A prompt is token ids, or text that is tokenized behind a BOS (one text alone will do); prompts may differ in
+        length. temperature 0 is greedy. `on_token(row, id)` is called as each token is known. `images` are each
+        prompt's images in order; its ids hold a placeholder, or the whole span, for each.
 
         `draft` lets the drafter guess ahead: a sampled output keeps its distribution, and a greedy one is the same up
         to the last bits of a sum (in float32 token by token; bfloat16 numerics can turn a near tie either way).
@@ -301,9 +301,10 @@ class Model:
             raise ValueError("draft: True, but this model has no draft stages (num_nextn_predict_layers 0)")
         if verify not in REJECTION:
             raise ValueError(f"verify: {verify!r} is not one of {', '.join(map(repr, REJECTION))}")
-        ids = [self.tokenize(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
-        if not ids or not all(ids):
-            raise ValueError(f"prompts: {'none given' if not ids else f'number {ids.index([])} is empty'}")
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not given:
+            raise ValueError("prompts: none given")
+        ids = [self.tokenize(p) if isinstance(p, str) else checked_prompt(p, n) for n, p in enumerate(given)]
         image = None
         if images is not None:
             if len(images) != len(ids):
@@ -382,6 +383,8 @@ class Model:
         """BOS and the tokens of `text`. Raises ValueError when the checkpoint came without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("prompts: text needs a tokenizer.json, and this checkpoint has none; pass token ids")
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError("prompts: text holds half of a surrogate pair, which is no character")
         return [self.config.bos_token_id, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
     def snapshot(self, cache: Cache) -> Snapshot:

@@ -68,6 +68,18 @@ def padded(prompts: Sequence[Sequence[int] | np.ndarray], pad: int) -> Int32[np.
     return array
 
 
+def checked_prompt(prompt: object, number: int) -> list[int]:
+    """The token ids of prompt `number`. Raises ValueError unless it is a sequence of at least one integer."""
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str | bytes | bytearray):
+        raise ValueError(f"prompts: number {number} is a {type(prompt).__name__}, neither text nor token ids")
+    if len(prompt) == 0:
+        raise ValueError(f"prompts: number {number} is empty")
+    for one in prompt:
+        if not isinstance(one, int | np.integer) or isinstance(one, bool):
+            raise ValueError(f"prompts: number {number} holds {one!r}, which is no token id")
+    return [int(one) for one in prompt]
+
+
 def checked_tokens(tokens: Tokens, vocabulary: int) -> Int32[np.ndarray, "B T"]:
     """Token ids as an array. Raises ValueError unless they are integers [B, T] in 0 .. vocabulary - 1."""
     array = np.asarray(tokens)

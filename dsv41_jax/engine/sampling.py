@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int32, Key
 
 
@@ -20,10 +21,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool):
+                raise ValueError(f"{name}: {value!r} is not an integer")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens: {self.max_new_tokens} is negative")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed: {self.seed} does not fit in 64 bits")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature: {self.temperature} is not a finite number of at least 0")
+        if self.temperature and not np.finfo(np.float32).tiny <= self.temperature <= np.finfo(np.float32).max:
+            raise ValueError(f"temperature: {self.temperature} is no normal float32; 0 is greedy")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: {self.top_p} is not in (0, 1]")
 
