@@ -12,6 +12,7 @@ install_import_hook(["dsv41_jax", "pallas_kernels"], "beartype.beartype")
 import copy  # noqa: E402
 import os  # noqa: E402
 import tempfile  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -70,13 +71,25 @@ def altered(model: Model, **parts: object) -> Model:
     return other
 
 
+def compilations(work: Callable[[], object]) -> int:
+    """How many programs were made for XLA while `work` ran, whether or not the cache of the run had them compiled."""
+    count, made = [], "/jax/core/compile/jaxpr_to_mlir_module_duration"
+    listen = lambda name, _, **__: count.append(name) if name == made else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        work()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(count)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that the workers finish together."""
     longest = (
         "model.py",
         "test_packed.py",
-        "test_speculate.py",
-        "test_generate.py",
+        "test_decode_drafted.py",
+        "test_decode.py",
         "test_cache.py",
         "test_model.py",
         "test_vision.py",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_model, small_config
+from conftest import compilations, random_model, small_config
 from flax import nnx
 
 from dsv41_jax import Call, Model
@@ -24,17 +24,6 @@ def model():
 
 def logits(model):
     return np.asarray(model(TOKENS).logits)
-
-
-def compilations(work):
-    count = []
-    listen = lambda name, _, **__: count.append(name) if name == "/jax/core/compile/backend_compile_duration" else None  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        work()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return len(count)
 
 
 def zero(model):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import small_config
+from conftest import compilations, small_config
 
 from dsv41_jax.engine.chunks import BUCKETS, cuts
 from dsv41_jax.engine.decode import decode
@@ -274,18 +274,6 @@ def test_bad_arguments_raise_one_line(small, options, message):
 
 
 # Compilations and positions.
-
-
-def compilations(work):
-    """How many programs XLA compiled while `work` ran."""
-    count = []
-    listen = lambda name, _, **__: count.append(name) if name == "/jax/core/compile/backend_compile_duration" else None  # noqa: E731
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        work()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return len(count)
 
 
 def test_no_length_and_no_step_compiles_anything_new(small):  # growing shapes, and Python integers in a trace
