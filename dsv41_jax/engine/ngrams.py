@@ -61,11 +61,13 @@ def is_prime(n: int) -> bool:
 
     def passes(witness: int) -> bool:
         x = pow(witness, odd, n)
-        for _ in range(twos - 1):
-            if x in (1, n - 1):
-                break
+        if x == 1:
+            return True
+        for _ in range(twos):  # the square root of 1 that comes before it must be -1
+            if x == n - 1:
+                return True
             x = x * x % n
-        return x in (1, n - 1)
+        return False
 
     return all(passes(witness) for witness in _WITNESSES)
 
