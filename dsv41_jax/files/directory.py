@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+from dsv41_jax.untrusted import few
+
 ROOT = "orbax"  # the folder that only one of the layouts has
 LAYOUTS = ("orbax", "safetensors")
 BLOCK_BYTES = 4 << 20
@@ -13,12 +15,12 @@ Progress = Callable[[int, int, str], None]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; one line that lists every problem found."""
+    """A checkpoint cannot be used; one line of the problems found, the first few of many. `problems` has them all."""
 
     def __init__(self, where: Path | str, problems: list[str]):
         self.problems = tuple(problems)
         noun = "problem" if len(problems) == 1 else "problems"
-        super().__init__(f"{where}: {len(problems)} {noun}: {'; '.join(problems)}")
+        super().__init__(f"{where}: {len(problems)} {noun}: {few(problems)}")
 
 
 def locate(path: str | Path) -> Path:
