@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import TensorSpec, serialize
 
 from dsv41_jax.config import Config
-from dsv41_jax.files.directory import CheckpointError, is_inside, locate
+from dsv41_jax.files.directory import CheckpointError, hub_headers, is_hub, is_inside, locate
 from dsv41_jax.files.expected import DTYPES, Expected, expected_tensors
 from dsv41_jax.files.inventory import misplaced
 from dsv41_jax.files.load import TensorInfo, load, load_tables
@@ -81,8 +81,14 @@ def parse_header(file: Path, text: bytes, size: int | None) -> Header:
         return Header({}, [f"{file.name}: unreadable header ({error})"], {})
     if not isinstance(header, dict):
         return Header({}, [f"{file.name}: unreadable header (not a JSON object)"], {})
+    return check_header(file, header, 8 + len(text), size)
+
+
+def check_header(file: Path, header: dict[str, Any], data: int, size: int | None) -> Header:
+    """The entries of a header, whose data begin at byte `data` of a file of `size` bytes, checked against each other
+    and the file."""
     metadata = header.pop("__metadata__", None)
-    data, held = 8 + len(text), 1 << 62 if size is None else size
+    held = 1 << 62 if size is None else size
     checked = {name: _entry(file, name, entry, data, held) for name, entry in header.items()}
     problems = [entry for entry in checked.values() if isinstance(entry, str)]
     tensors = {name: entry for name, entry in checked.items() if isinstance(entry, TensorInfo)}
@@ -121,8 +127,9 @@ class Checkpoint:
     parameters, tables = load, load_tables
 
     def __init__(self, path: str | Path, *, headers_only: bool = False):
-        self.path = locate(path)
+        self.path = locate(path, headers_only=headers_only)
         self._headers_only = headers_only  # the files may end behind their headers
+        self._remote = hub_headers(str(path), self.path) if headers_only and is_hub(path) else None
         self.config = Config.from_pretrained(self.path)
         self.placed: dict[str, str] = {}  # the shard of each tensor, where an index gives it
         self.unread: set[str] = set()  # tensors that an index places where they cannot be read
@@ -131,9 +138,9 @@ class Checkpoint:
     def _headers(self) -> tuple[dict[str, TensorInfo], list[str]]:
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if not index.exists():
-            if not single.exists():
+            if not (single.exists() if self._remote is None else single.name in self._remote):
                 return {}, [f"neither {single.name} nor {index.name} is there"]
-            return read_header(single, headers_only=self._headers_only)[:2]
+            return self._header(single)[:2]
         try:
             document = json.loads(read(index).decode("utf-8"), object_pairs_hook=unique)
             placed = dict(document["weight_map"])
@@ -146,12 +153,19 @@ class Checkpoint:
         self.placed = placed
         return self._shards(files, document.get("metadata") or {})
 
+    def _header(self, file: Path) -> Header:
+        if self._remote is None:
+            return read_header(file, headers_only=self._headers_only)
+        if file.name not in self._remote:
+            return Header({}, [f"{file.name}: its header was not read at the hub"], {})
+        return check_header(file, dict(self._remote[file.name]), 0, None)
+
     def _shards(self, files: list[str], metadata: Any) -> tuple[dict[str, TensorInfo], list[str]]:
         placed = self.placed
         tensors: dict[str, TensorInfo] = {}
         problems = []
         for file in files:
-            found, wrong, _ = read_header(self.path / file, headers_only=self._headers_only)
+            found, wrong, _ = self._header(self.path / file)
             problems += wrong
             if wrong and not found:
                 self.unread |= {name for name, where in placed.items() if where == file}
