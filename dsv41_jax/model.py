@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -323,7 +322,7 @@ class Model:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         max_new_tokens: int = 1024,
         *,
         thinking: bool = True,
@@ -333,16 +332,26 @@ class Model:
         on_delta: OnDelta | None = None,
         draft: bool = False,
         prefill: str = "full",
-        **request: Any,
+        reasoning_effort: str | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        tool_choice: str | Mapping[str, object] | None = None,
+        response_format: Mapping[str, object] | None = None,
     ) -> Reply:
         """Answer a conversation in the chat-completions form: content, reasoning, tool calls, why it ended.
 
-        `request` takes reasoning_effort, tools, tool_choice and response_format; an image is a message part
-        {"type": "image", "image": Pillow image, array, bytes or file} or an image_url with base64 data. Sampling is the
-        one that DeepSeek's encoder resolves unless temperature or top_p is given. `on_delta(kind, text)` streams
+        The last four fields are those of a chat-completions request. An image is a message part {"type": "image",
+        "image": Pillow image, array, bytes or file} or an image_url with base64 data. Sampling is the one that
+        DeepSeek's encoder resolves unless temperature or top_p is given. `on_delta(kind, text)` streams
         "reasoning_content" and "content". Raises ChatError.
         """
-        prompt = self.codec.encode(messages, thinking=thinking, **request)
+        prompt = self.codec.encode(
+            messages,
+            thinking=thinking,
+            reasoning_effort=reasoning_effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+        )
         parser = self.codec.parser(prompt, on_delta)
 
         def push(_: int, token: int) -> None:

@@ -241,7 +241,7 @@ def moments(count: int, seconds: float) -> list[float]:
 
 
 def parameters(directory: Path) -> dict:
-    return leaves(OrbaxCheckpoint(directory).restore())
+    return leaves(OrbaxCheckpoint(directory).parameters())
 
 
 def test_killed_on_the_way_to_orbax_leaves_the_old_or_the_new(source, stored, live, tmp_path):

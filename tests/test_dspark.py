@@ -1,13 +1,12 @@
 """The drafter: golden blocks, rings found by position, what a block sees, and that drafting leaves no trace."""
 
-import copy
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDEN, small_config
+from conftest import GOLDEN, altered, small_config
 
 from dsv41_jax import Model
 from dsv41_jax.nn.cache import init_cache
@@ -111,14 +110,11 @@ def test_a_block_sees_the_window_before_it_and_all_of_itself(start):
 
 def drafted(model, cache, token, swap=None):
     """Draft logits and confidences with the parameters that `swap(path, leaf)` returns."""
-    leaves = model.engine.programs.leaves
+    params = model.params
     if swap is not None:
-        named = jax.tree_util.tree_flatten_with_path(model.params)[0]
-        leaves = [swap(jax.tree_util.keystr(path), leaf) for path, leaf in named]
-    other = copy.copy(model)
-    other.programs = copy.copy(model.engine.programs)
-    other.programs.leaves = leaves
-    drafts = other.draft(token, cache)
+        named, structure = jax.tree_util.tree_flatten_with_path(params)
+        params = structure.unflatten([swap(jax.tree_util.keystr(path), leaf) for path, leaf in named])
+    drafts = altered(model, params=params).draft(token, cache)
     return np.asarray(drafts.logits), np.asarray(drafts.confidence)
 
 

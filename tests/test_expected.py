@@ -9,8 +9,17 @@ from conftest import GOLDEN
 from test_safetensors import FILE, SIZE, decode
 
 from dsv41_jax import Config
-from dsv41_jax.files.expected import Expected, expected_tensors
+from dsv41_jax.files.expected import (
+    Expected,
+    by_parameter,
+    differences,
+    dotted,
+    expected_tensors,
+    flat_parameters,
+    table_names,
+)
 from dsv41_jax.files.inventory import totals
+from dsv41_jax.nn.transformer import abstract_parameters
 
 
 @pytest.mark.parametrize("golden", GOLDEN)
@@ -81,3 +90,30 @@ def test_release_has_the_published_parameters_in_every_part(flash):
     assert sum(found.values()) == 763_205_315_794
     counts, _ = totals(flash)
     assert counts.total() - counts["engram tables"] == 763_205_315_794 - 196_613_849_600
+
+
+def test_differences_are_a_line_a_name():
+    held = {"a": ("F32", (2,)), "b": ("F32", (2,)), "c": ("BF16", (2,)), "d": ("F32", ())}
+    wanted = {"a": ("F32", (2,)), "b": ("F32", (2, 1)), "c": ("F32", (2,)), "e": ("F32", ())}
+    assert differences(held, wanted, ("is", "expected")) == [
+        "d: unexpected",
+        "b: is F32 [2], expected F32 [2, 1]",
+        "c: is BF16 [2], expected F32 [2]",
+        "e: missing",
+    ]
+    assert differences(held, held, ("is", "expected")) == []
+
+
+def test_every_tensor_belongs_to_one_parameter_or_to_a_table():
+    expected, leaves = expected_tensors(Config.tiny()), flat_parameters(abstract_parameters(Config.tiny()))
+    names = by_parameter(expected)
+    assert names.keys() == leaves.keys()
+    tables = [name for layer in Config.tiny().engram_layer_ids for name in table_names(layer)]
+    assert sorted([*tables, *(name for parts in names.values() for name in parts)]) == sorted(expected)
+    stacked = names[("layers", 3, "ffn", "experts", "w1", "weight")]
+    assert stacked == [f"layers.3.ffn.experts.{e}.w1.weight" for e in range(Config.tiny().n_routed_experts)]
+    assert [name for path, parts in names.items() if parts != [dotted(path)] for name in parts] == [
+        name for name in expected if ".experts." in name
+    ]
+    for path, parts in names.items():
+        assert sum(expected[name].nbytes for name in parts) == leaves[path].size * leaves[path].dtype.itemsize

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dsv41_jax import Model
-from dsv41_jax import model as pretrained
 from dsv41_jax.numerics import keep
 from pallas_kernels import BackendError, mhc
 from pallas_kernels.block_linear import block_diagonal, block_linear
@@ -292,6 +291,6 @@ def test_heads_that_all_rectify_to_zero_select_the_smallest_positions():  # a ne
 
 @pytest.mark.parametrize(("backend", "error"), [("pallas", BackendError), ("cuda", ValueError)])
 def test_a_model_refuses_a_backend_before_it_loads_anything(backend, error, monkeypatch):
-    monkeypatch.setattr(pretrained, "load", None)
+    monkeypatch.setattr("dsv41_jax.model.open_checkpoint", None)
     with pytest.raises(error, match=f"^backend[^\n]*'{backend}'[^\n]*$"):
         Model.from_pretrained("tiny", backend=backend)

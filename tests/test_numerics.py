@@ -12,7 +12,7 @@ from conftest import random_model, small_config
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 
-from dsv41_jax import numerics as quant
+from dsv41_jax import numerics
 from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache
 from pallas_kernels import BackendError
@@ -22,9 +22,9 @@ from pallas_kernels.quantize import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, lambda f: JITTED[f]], ids=["eager", "jit"])
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 FAKE = {
-    quant.round_fp8: "quant/fp8_block32_dequant",
-    quant.round_mxfp4: "quant/mxfp4_block32_dequant",
-    quant.round_nvfp4: "quant/nvfp4_block16_e4m3_dequant",
+    numerics.round_fp8: "quant/fp8_block32_dequant",
+    numerics.round_mxfp4: "quant/mxfp4_block32_dequant",
+    numerics.round_nvfp4: "quant/nvfp4_block16_e4m3_dequant",
 }
 SHAPE = (40, 64)  # of every call, so that each function compiles once a dtype
 JITTED = {f: jax.jit(f) for f in (*FAKE, quantize_fp8, quantize_mxfp4, quantize_nvfp4)}
@@ -84,13 +84,13 @@ def test_fp8_codes_and_scales_equal_the_released_program(units, dtype, wrap):
 def test_fp4_midpoints_go_to_the_even_mantissa():  # power-of-two scales make exact midpoints common
     x = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.0625, 6])  # the group's maximum 6 makes the scale 1
     expected = np.array([0, 1, 1, 2, 2, 4, 4, 6, 6])
-    for function in (quant.round_mxfp4, quant.round_nvfp4):
+    for function in (numerics.round_mxfp4, numerics.round_nvfp4):
         assert np.array_equal(jitted(function, [x, -x], jnp.bfloat16), [expected, -expected])
 
 
 def test_small_half_survives_groups_of_16_and_vanishes_in_groups_of_32():  # one FP4 recipe for both caches
     x = np.repeat([1.0, 0.01], 16)
-    main, index = (jitted(f, x, jnp.bfloat16)[0] for f in (quant.round_nvfp4, quant.round_mxfp4))
+    main, index = (jitted(f, x, jnp.bfloat16)[0] for f in (numerics.round_nvfp4, numerics.round_mxfp4))
     assert np.all(main[16:] == 6 * 2.0**-9)  # scale e4m3(0.01 / 6) = 2**-9, 0.01 / 2**-9 = 5.1 -> 6
     assert np.all(index[16:] == 0)
     assert np.all(index[:16] == 1)
@@ -99,8 +99,8 @@ def test_small_half_survives_groups_of_16_and_vanishes_in_groups_of_32():  # one
 def test_quantizers_see_bf16_values_where_the_activations_are_bf16():  # from float32, 4% land in another bin
     x = np.full(32, 1.31640625)
     x[0] = 448
-    assert jitted(quant.round_fp8, x, jnp.bfloat16)[0, 1] == 1.25
-    assert jitted(quant.round_fp8, x)[0, 1] == 1.375
+    assert jitted(numerics.round_fp8, x, jnp.bfloat16)[0, 1] == 1.25
+    assert jitted(numerics.round_fp8, x)[0, 1] == 1.375
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_zero_groups_are_zero_next_to_live_ones(function):  # a zero maximum div
 
 
 def test_main_kv_scale_has_a_floor_below_which_it_would_round_to_zero():  # an E4M3 scale underflows to 0
-    out = jitted(quant.round_nvfp4, np.full(16, 0.005), jnp.bfloat16)
+    out = jitted(numerics.round_nvfp4, np.full(16, 0.005), jnp.bfloat16)
     assert np.array_equal(out[0], np.full(16, 3 * 2.0**-9))  # 0.005 / 2**-9 = 2.56 -> 3
 
 
@@ -136,14 +136,14 @@ def test_cache_quantizers_leave_the_selection_alone():  # an option that reroute
     attention = random_model(cfg).params.layers[1].attn
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 14, 32)), jnp.float32)
     span = Span.after(jnp.zeros(1, jnp.int32), jnp.full(1, 14, jnp.int32), 14)
-    plain = quant.numerics_by_name("float32")
+    plain = numerics.numerics_by_name("float32")
     options = [
         plain,
-        replace(plain, window=quant.values(quant.round_fp8)),
-        replace(plain, main=quant.values(quant.round_nvfp4)),
+        replace(plain, window=numerics.values(numerics.round_fp8)),
+        replace(plain, main=numerics.values(numerics.round_nvfp4)),
     ]
-    cache = init_cache(cfg, 1, 16, plain).layers[1]
-    runs = jax.jit(lambda x: [attention(x, Shared(), cache, span, num)[:2] for num in options])(x)
+    cache, how = init_cache(cfg, 1, 16, plain).layers[1], {"plan": cfg.layers[1], "cfg": cfg}
+    runs = jax.jit(lambda x: [attention(x, Shared(), cache, span, **how, numerics=num)[:2] for num in options])(x)
     (exact, standing), *quantized = [(np.asarray(y), np.asarray(published.selected)) for y, published in runs]
     for y, selected in quantized:
         assert np.array_equal(selected, standing)
@@ -195,24 +195,24 @@ def test_rounding_to_bf16_is_the_same_eager_jitted_and_rematerialized():  # XLA 
 @DTYPES
 def test_fp8_equals_the_rule_on_random_rows(dtype):
     x = normal(6).astype(dtype).astype(np.float32)
-    assert np.array_equal(jitted(quant.round_fp8, x, dtype), round_fp8_by_rule(x).astype(dtype).astype(np.float32))
+    assert np.array_equal(jitted(numerics.round_fp8, x, dtype), round_fp8_by_rule(x).astype(dtype).astype(np.float32))
 
 
 @pytest.mark.parametrize("top", [448.0, 464.0, 450.0, 2.0**-4 * 448, 3.0e38])
 def test_fp8_is_finite_and_follows_the_rule_at_its_largest_values(top):  # the cast gives NaN above 464
     x = np.array([[top, -top, *np.linspace(-top, top, 30)]], ml_dtypes.bfloat16).astype(np.float32)
-    rounded = jitted(quant.round_fp8, x)
+    rounded = jitted(numerics.round_fp8, x)
     assert np.isfinite(rounded).all()
     assert np.array_equal(rounded, round_fp8_by_rule(x))
 
 
 @pytest.mark.parametrize("top", [2688.0, 2700.0, 1e6])
 def test_main_kv_saturates_at_the_largest_scale_times_six(top):  # without the clip the cast gives NaN
-    assert (jitted(quant.round_nvfp4, np.full(16, top)) == 448 * 6).all()
+    assert (jitted(numerics.round_nvfp4, np.full(16, top)) == 448 * 6).all()
 
 
 @pytest.mark.parametrize(
-    ("function", "width"), [(quant.round_fp8, 48), (quant.round_mxfp4, 48), (quant.round_nvfp4, 40)]
+    ("function", "width"), [(numerics.round_fp8, 48), (numerics.round_mxfp4, 48), (numerics.round_nvfp4, 40)]
 )
 def test_width_that_does_not_divide_into_groups_raises(function, width):
     with pytest.raises(ValueError, match=f"last axis: {width} is not a multiple of the quantization group"):
@@ -220,17 +220,17 @@ def test_width_that_does_not_divide_into_groups_raises(function, width):
 
 
 def test_numerics_by_name_switch_the_quantizers_of_the_released_program():
-    none = (quant.keep,) * 4
-    released = (quant.round_fp8, quant.round_fp8, quant.round_nvfp4, quant.round_mxfp4)
+    none = (numerics.keep,) * 4
+    released = (numerics.round_fp8, numerics.round_fp8, numerics.round_nvfp4, numerics.round_mxfp4)
     rules = {
         "float32": (jnp.float32, none),
-        "cachequant": (jnp.float32, (quant.keep, *released[1:])),
+        "cachequant": (jnp.float32, (numerics.keep, *released[1:])),
         "reference": (jnp.bfloat16, released),
         "fast": (jnp.bfloat16, released),
     }
     x = normal(7)
     for name, (dtype, rule) in rules.items():
-        num = quant.numerics_by_name(name)
+        num = numerics.numerics_by_name(name)
         assert (num.name, num.backend, num.dtype) == (name, "xla", dtype)
         given = jnp.asarray(x, dtype)
         for quantizer, expected in zip((num.activation, num.window, num.main, num.index), rule, strict=True):
@@ -239,15 +239,15 @@ def test_numerics_by_name_switch_the_quantizers_of_the_released_program():
 
 def test_kernels_want_a_gpu_and_bfloat16():
     with pytest.raises(BackendError, match="the model needs a GPU"):
-        quant.numerics_by_name("reference", "pallas")
+        numerics.numerics_by_name("reference", "pallas")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))):
-        assert quant.numerics_by_name("fast", "pallas").backend == "pallas"
+        assert numerics.numerics_by_name("fast", "pallas").backend == "pallas"
         with pytest.raises(BackendError, match="numerics 'cachequant' has float32"):
-            quant.numerics_by_name("cachequant", "pallas")
+            numerics.numerics_by_name("cachequant", "pallas")
     with pytest.raises(ValueError, match="backend: 'cuda' is not one of"):
-        quant.numerics_by_name("fast", "cuda")
+        numerics.numerics_by_name("fast", "cuda")
 
 
 def test_unknown_numerics_raise_and_list_the_known():
     with pytest.raises(ValueError, match="numerics: 'bf16' is not one of 'float32', 'cachequant', 'reference'"):
-        quant.numerics_by_name("bf16")
+        numerics.numerics_by_name("bf16")

@@ -17,16 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDEN, random_memory, small_config
+from conftest import GOLDEN, small_config
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv41_jax import CheckpointError, cli
+from dsv41_jax.engine.tables import EngramLookup
 from dsv41_jax.files import convert, orbax_writer
 from dsv41_jax.files.load import load_tables
 from dsv41_jax.files.orbax import OrbaxCheckpoint
-from dsv41_jax.nn.transformer import abstract_parameters, random_parameters
+from dsv41_jax.nn.random import random_parameters
+from dsv41_jax.nn.transformer import abstract_parameters
 from dsv41_jax.sharding import placements
 
 TINY = GOLDEN["tiny-full"]
@@ -102,7 +104,7 @@ def live(tmp_path_factory):
     where, flat = placements(params, mesh), dict(nnx.to_flat_state(state))
     flat = {path: leaf.replace(jax.device_put(leaf[...], where[path])) for path, leaf in flat.items()}
     assert len({leaf[...].sharding for leaf in flat.values()}) > 1
-    memory = random_memory(cfg)
+    memory = EngramLookup.random(cfg)
     sharded = nnx.merge(graph, nnx.from_flat_state(flat))
     orbax_writer.save(sharded, directory, cfg, tables=memory.tables, files={"tokenizer.json": b"{}"})
     return params, memory, directory
@@ -112,7 +114,7 @@ def test_parameters_and_tables_are_the_bytes_of_the_files_as_quantized_as_stored
     bundled = tensors(TINY / "model.safetensors")
     checkpoint = OrbaxCheckpoint(stored)
     seen, calls = set(), []
-    restored = leaves(checkpoint.restore(on_progress=lambda *call: calls.append(call)))
+    restored = leaves(checkpoint.parameters(on_progress=lambda *call: calls.append(call)))
     for name, (kind, shape, content) in restored.items():
         at = name.find(".experts.") + len(".experts.")
         parts = [f"{name[:at]}{e}.{name[at:]}" for e in range(shape[0])] if ".experts." in name else [name]
@@ -144,7 +146,7 @@ paths = [path for path, _ in nnx.to_flat_state(nnx.state(abstract_parameters(che
 own = {path: NamedSharding(mesh, P(None, "expert") if path[0] == "embed" else P()) for path in paths}
 arrays, report = {}, {}
 for kind, placement in (("mesh", mesh), ("own", own)):
-    for path, leaf in nnx.to_flat_state(nnx.state(checkpoint.restore(placement))):
+    for path, leaf in nnx.to_flat_state(nnx.state(checkpoint.parameters(placement))):
         name = kind + ":" + ".".join(map(str, path))
         arrays[name] = np.frombuffer(np.asarray(leaf[...]).tobytes(), np.uint8)
         pieces = [shard.data.shape for shard in leaf[...].addressable_shards]
@@ -182,19 +184,19 @@ def test_nothing_is_cast_cut_or_left_unplaced(stored):  # Orbax restores into an
     ):
         other = flat | {path: flat[path].replace(changed)}
         with pytest.raises(CheckpointError) as caught:
-            checkpoint.restore(template=nnx.merge(graph, nnx.from_flat_state(other)))
+            checkpoint.parameters(template=nnx.merge(graph, nnx.from_flat_state(other)))
         assert ".".join(path) in str(caught.value) and said in str(caught.value)
         assert len(caught.value.problems) == 1
     mesh = jax.make_mesh((1, 4), ("data", "expert"))
     where = {path: NamedSharding(mesh, P()) for path in flat if path != ("norm", "weight")}
     with pytest.raises(ValueError, match=r"no sharding for norm\.weight"):
-        checkpoint.restore(where)
+        checkpoint.parameters(where)
 
 
 def refused(directory: Path, said: str) -> None:
     """No restore takes it, and says why in one line."""
     with pytest.raises(CheckpointError) as caught:
-        OrbaxCheckpoint(directory).restore()
+        OrbaxCheckpoint(directory).parameters()
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -237,7 +239,7 @@ def test_a_flipped_byte_in_any_file_is_refused(damaged):
         flip(file, random.Random(str(file)).random())
         refused(damaged, str(file.relative_to(damaged)))
         file.write_bytes(before)
-    OrbaxCheckpoint(damaged).restore()
+    OrbaxCheckpoint(damaged).parameters()
 
 
 def test_an_incomplete_directory_is_refused(damaged):
@@ -255,7 +257,7 @@ def test_an_incomplete_directory_is_refused(damaged):
 def test_sizes_alone_still_refuse_what_orbax_cannot_read(damaged):
     flip(kinds(damaged)["metadata"], 0.0)
     with pytest.raises(CheckpointError, match=r"parameters/001\.0: Orbax cannot read it"):
-        OrbaxCheckpoint(damaged, checksums=False).restore()
+        OrbaxCheckpoint(damaged, checksums=False).parameters()
 
 
 def forge(directory: Path, change) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from conftest import random_model, small_config
 
-from dsv41_jax import Config, Model
-from dsv41_jax import numerics as quant
+from dsv41_jax import Config, Model, numerics
 from dsv41_jax.nn import attention
 from dsv41_jax.nn.attention import Shared
 from dsv41_jax.nn.cache import Span, init_cache, nbytes_per_token
@@ -21,8 +20,8 @@ from dsv41_jax.nn.cache import Span, init_cache, nbytes_per_token
 E2M1 = [Fraction(v) for v in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 E4M3 = [Fraction(m, 512) if e == 0 else Fraction(8 + m) * Fraction(2) ** (e - 10) for e in range(16) for m in range(8)]
 E4M3 = E4M3[:0x7F]  # the last code is NaN
-FORMATS = {"fp8": (quant.FP8, quant.round_fp8), "nvfp4": (quant.NVFP4, quant.round_nvfp4)}
-FORMATS |= {"mxfp4": (quant.MXFP4, quant.round_mxfp4)}
+FORMATS = {"fp8": (numerics.FP8, numerics.round_fp8), "nvfp4": (numerics.NVFP4, numerics.round_nvfp4)}
+FORMATS |= {"mxfp4": (numerics.MXFP4, numerics.round_mxfp4)}
 GROUP = {"fp8": 32, "nvfp4": 16, "mxfp4": 32}
 FLOOR = {"fp8": np.float32(1e-4), "nvfp4": np.float32(6 * 2.0**-9), "mxfp4": np.float32(6 * 2.0**-126)}
 TOP = {"fp8": 448, "nvfp4": 6, "mxfp4": 6}
@@ -163,7 +162,7 @@ def test_packed_bytes_equal_the_oracle_eager_and_under_jit(name, dtype):  # midp
 @DTYPES
 def test_bf16_rows_are_the_nearest_bfloat16_low_byte_first(dtype):
     expected = bf16_bits(samples(dtype)).astype("<u2").view(np.uint8)
-    for pack in (quant.pack_bf16, jax.jit(quant.pack_bf16)):
+    for pack in (numerics.pack_bf16, jax.jit(numerics.pack_bf16)):
         assert_same(pack(inputs(dtype)), expected)
 
 
@@ -196,10 +195,10 @@ def test_every_code_with_every_scale_unpacks_to_its_exact_value(name, dtype):  #
 def test_every_bf16_pattern_unpacks_to_itself_and_packs_back(dtype):
     codes = np.arange(1 << 16, dtype="<u2").reshape(128, 512)
     rows = jnp.asarray(codes.view(np.uint8))
-    got = quant.unpack_bf16(rows, dtype)
+    got = numerics.unpack_bf16(rows, dtype)
     assert_same_values(got, (codes.astype(np.uint32) << 16).view(np.float32))
     normal = (codes & 0x7F80 != 0) & (codes & 0x7FFF <= 0x7F80) | (codes & 0x7FFF == 0)
-    again = np.asarray(quant.pack_bf16(got)).view("<u2")
+    again = np.asarray(numerics.pack_bf16(got)).view("<u2")
     assert np.array_equal(again[normal], codes[normal])
 
 
@@ -239,7 +238,7 @@ def test_packing_what_was_unpacked_keeps_the_values_and_where_no_smaller_scale_f
 
 @pytest.mark.parametrize(
     ("storage", "wide", "narrow"),
-    [(quant.FP8, 528, 132), (quant.NVFP4, 288, 72), (quant.MXFP4, 272, 68), (quant.BF16, 1024, 256)],
+    [(numerics.FP8, 528, 132), (numerics.NVFP4, 288, 72), (numerics.MXFP4, 272, 68), (numerics.BF16, 1024, 256)],
 )
 def test_rows_are_as_long_as_the_layout_says(storage, wide, narrow):
     for channels, length in ((512, wide), (128, narrow)):
@@ -260,7 +259,14 @@ def test_packing_a_width_of_broken_groups_raises_one_clear_line(name, width):
 
 @pytest.mark.parametrize(
     ("storage", "width"),
-    [(quant.FP8, 2), (quant.FP8, 512), (quant.NVFP4, 2), (quant.NVFP4, 256), (quant.MXFP4, 64), (quant.BF16, 33)],
+    [
+        (numerics.FP8, 2),
+        (numerics.FP8, 512),
+        (numerics.NVFP4, 2),
+        (numerics.NVFP4, 256),
+        (numerics.MXFP4, 64),
+        (numerics.BF16, 33),
+    ],
 )
 def test_unpacking_a_row_of_a_wrong_width_raises(storage, width):
     with pytest.raises((TypeError, ValueError)):
@@ -278,7 +284,7 @@ def buffer_bytes(cfg, batch, capacity, num):
 
 @FAST
 def test_released_config_adds_as_many_bytes_a_token_as_the_report_says(name, entry, key):
-    cfg, num = Config.flash(), quant.numerics_by_name(name)
+    cfg, num = Config.flash(), numerics.numerics_by_name(name)
     assert nbytes_per_token(cfg, num) == bytes_by_hand(cfg, entry + key) == {288: 890, 528: 1650, 1024: 3200}[entry]
     grown = buffer_bytes(cfg, 3, 6144, num) - buffer_bytes(cfg, 3, 4096, num)
     assert grown == 3 * 2048 * nbytes_per_token(cfg, num)
@@ -287,7 +293,7 @@ def test_released_config_adds_as_many_bytes_a_token_as_the_report_says(name, ent
 @FAST
 @pytest.mark.parametrize("make", [Config.tiny, small_config])
 def test_real_buffers_grow_by_the_bytes_a_token(make, name, entry, key):
-    cfg, num = make(), quant.numerics_by_name(name)
+    cfg, num = make(), numerics.numerics_by_name(name)
     token = bytes_by_hand(cfg, entry * cfg.head_dim // 512 + key * cfg.index_head_dim // 128)
     assert nbytes_per_token(cfg, num) == token
     few, many = (sum(leaf.nbytes for leaf in jax.tree.leaves(init_cache(cfg, 2, n, num))) for n in (32, 96))
@@ -306,7 +312,7 @@ def test_every_cache_format_selects_and_attends_to_as_many_keys(monkeypatch):  #
     how = {"plan": cfg.layers[1], "cfg": cfg}
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 14, 32)), jnp.bfloat16)
     span = Span.after(jnp.zeros(1, jnp.int32), jnp.full(1, 14, jnp.int32), 14)
-    nums = [quant.numerics_by_name(name) for name in ("reference", "fast", "fast-fp8", "fast-bf16")]
+    nums = [numerics.numerics_by_name(name) for name in ("reference", "fast", "fast-fp8", "fast-bf16")]
 
     def select(x, num):
         return layer(x, Shared(), init_cache(cfg, 1, 16, num).layers[1], span, **how, numerics=num).shared.selected
@@ -379,12 +385,12 @@ def test_fast_equals_reference_bit_for_bit_in_prefill_decode_and_every_live_cach
 
     ring = live_slots(46, 21, 21)  # 16 and 5 spare rows
     for stage in range(2):
-        check(plain.drafts[stage], rows.drafts[stage], quant.FP8, ring)
+        check(plain.drafts[stage], rows.drafts[stage], numerics.FP8, ring)
     for plan, layer, other in zip(models[0].config.layers, plain.layers, rows.layers, strict=True):
-        check(layer.window, other.window, quant.FP8, ring)
+        check(layer.window, other.window, numerics.FP8, ring)
         if plan.owns_kv:
-            check(layer.main, other.main, quant.NVFP4, slice(46 // plan.ratio))
-            check(layer.index_keys, other.index_keys, quant.MXFP4, slice(46 // plan.ratio))
+            check(layer.main, other.main, numerics.NVFP4, slice(46 // plan.ratio))
+            check(layer.index_keys, other.index_keys, numerics.MXFP4, slice(46 // plan.ratio))
             assert np.array_equal(layer.open_kv, other.open_kv)
             assert np.array_equal(layer.open_gate, other.open_gate)
 

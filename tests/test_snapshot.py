@@ -131,8 +131,7 @@ def like(model, *, name=None, cfg=None, params=None):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("length", [[13, 1, 32], [0, 0, 0], [48, 47, 48]])
 def test_a_file_gives_back_every_bit(small, name, length, tmp_path):
-    model = copy.copy(small)
-    model.numerics = numerics_by_name(name)
+    model = like(small, name=name)
     taken = Snapshot.of(full_cache(small.config, name, length))
     model.export_snapshot(taken, tmp_path / "x")
     same(model.import_snapshot(tmp_path / "x"), taken)

@@ -22,11 +22,11 @@ def profile(ckpt: str, batch: int, repeats: int, out: Path, numerics: str, backe
     with waiting("measuring"):
         table = measure_costs(model, batch, repeats)
     table.write(out)
-    rows = Table("tokens a step", "milliseconds", box=None, pad_edge=False)
+    shown = Table("tokens a step", "milliseconds", box=None, pad_edge=False)
     for tokens, seconds in zip(table.tokens, table.verify, strict=True):
-        rows.add_row(str(tokens), f"{1e3 * seconds:.2f}")
-    rows.add_row("drafting", f"{1e3 * table.draft:.2f}")
-    Console().print(rows)
+        shown.add_row(str(tokens), f"{1e3 * seconds:.2f}")
+    shown.add_row("drafting", f"{1e3 * table.draft:.2f}")
+    Console().print(shown)
 
 
 @click.command()

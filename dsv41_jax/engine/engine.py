@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +40,7 @@ from dsv41_jax.engine.images import (
     span_starts,
     window_patches,
 )
-from dsv41_jax.engine.programs import Programs, Verified
+from dsv41_jax.engine.programs import Options, Programs, Verified
 from dsv41_jax.engine.sampling import Draws, Sampling
 from dsv41_jax.engine.snapshot import Snapshot
 from dsv41_jax.engine.tables import EngramLookup
@@ -76,7 +76,7 @@ class Engine:
         numerics: Numerics,
         *,
         engram: EngramLookup | None = None,
-        compiler_options: dict[str, Any] | None = None,
+        compiler_options: Options | None = None,
     ):
         held = () if engram is None else engram.layers
         if tuple(config.engram_layer_ids) != held:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from einops import rearrange
@@ -22,10 +22,19 @@ from dsv41_jax.config import Config, ConfigError
 
 
 @runtime_checkable
+class Encoding(Protocol):
+    """A text's tokens."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Their numbers."""
+
+
+@runtime_checkable
 class Tokenizer(Protocol):
     """What this library uses of a `tokenizers.Tokenizer`; that package is imported once there is a file to read."""
 
-    def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> Encoding:
         """An object whose `ids` are the tokens of a text."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

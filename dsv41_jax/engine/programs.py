@@ -12,7 +12,7 @@ parameters lie decides how each program is partitioned; batches are laid on the 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,8 @@ from dsv41_jax.nn.vision import embed_patches
 from dsv41_jax.numerics import Numerics, check_backend
 from dsv41_jax.sharding import mesh_of, shard_batch
 from pallas_kernels import mhc
+
+Options = Mapping[str, str | int | bool]  # of XLA's compiler
 
 
 class Verified(NamedTuple):
@@ -72,9 +74,15 @@ class Programs:
     `compiler_options` where they are given. Raises ValueError for parameters that are not those of the config."""
 
     def __init__(
-        self, cfg: Config, params: Transformer, numerics: Numerics, *, compiler_options: dict[str, Any] | None = None
+        self,
+        cfg: Config,
+        params: Transformer,
+        numerics: Numerics,
+        *,
+        compiler_options: Options | None = None,
     ):
-        self.cfg, self.numerics, self._options = cfg, numerics, compiler_options
+        self.cfg, self.numerics = cfg, numerics
+        self._options = None if compiler_options is None else dict(compiler_options)
         self._how: dict[str, Any] = {"cfg": cfg, "numerics": numerics}
         self._bound: tuple[list[Array], jax.tree_util.PyTreeDef] | None = None
         self.bind(params)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -98,10 +96,9 @@ def _write_orbax(source: Path, directory: Path, on_progress: Progress | None) ->
     with Reader(checkpoint) as reader:
 
         def value(path: ParameterPath) -> np.ndarray:
-            leaf, parts = leaves[path], names[path]
+            leaf = leaves[path]
             buffer = np.empty(math.prod(leaf.shape) * leaf.dtype.itemsize, np.uint8)
-            for name, piece in zip(parts, buffer.reshape(len(parts), -1), strict=True):
-                reader.read(name, (slice(None),) * len(expected[name].shape), piece)
+            reader.read_parameter(names[path], (slice(None),) * leaf.ndim, buffer)
             return buffer.view(leaf.dtype).reshape(leaf.shape)
 
         writer.parameters(leaves, value)
@@ -120,27 +117,22 @@ def _write_safetensors(source: Path, directory: Path, on_progress: Progress | No
     names = {dotted(path): parts for path, parts in by_parameter(expected).items()}
     done, total = 0, sum(tensor.nbytes for tensor in expected.values())
 
-    def put(stream: BinaryIO, content: bytes | memoryview, name: str) -> None:
+    def put(name: str, content: Iterable[bytes | memoryview]) -> None:
         nonlocal done
-        stream.write(content)
-        done += len(content)
-        if on_progress is not None:
-            on_progress(done, total, name)
-
-    with ExitStack() as stack:
-        streams = {name: stack.enter_context((directory / name).open("r+b")) for name in headers}
-        for name, info in checkpoint.tensors.items():
-            stream = streams[tensors[name].file.name]
+        with tensors[name].file.open("r+b") as stream:
             stream.seek(tensors[name].start)
-            for block in blocks(info.file):
-                put(stream, block, name)
-        for arrays in checkpoint.parts():
-            for parameter, array in arrays.items():
-                parts = names[parameter]
-                for name, piece in zip(parts, array.view(np.uint8).reshape(len(parts), -1), strict=True):
-                    stream = streams[tensors[name].file.name]
-                    stream.seek(tensors[name].start)
-                    put(stream, memoryview(np.ascontiguousarray(piece)), name)
+            for block in content:
+                done += stream.write(block)
+                if on_progress is not None:
+                    on_progress(done, total, name)
+
+    for name, info in checkpoint.tensors.items():
+        put(name, blocks(info.file))
+    for arrays in checkpoint.parts():
+        for parameter, array in arrays.items():
+            parts = names[parameter]
+            for name, piece in zip(parts, array.view(np.uint8).reshape(len(parts), -1), strict=True):
+                put(name, [memoryview(np.ascontiguousarray(piece))])
     for name in sorted(checkpoint.beside(), key=lambda name: name == "config.json"):
         _copy(inside(source, name), inside(directory, name))  # the config last: nothing unfinished can be loaded
     Checkpoint(directory).check()

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -19,21 +18,13 @@ from dsv41_jax.config import Config
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
 
 DTYPES = {
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-    "BOOL": np.dtype(np.bool_),
-}
-STORED_AS = {jnp.dtype(jnp.uint8): "I8"} | {  # packed FP4 travels as I8
-    DTYPES[name]: name for name in ("F8_E4M3", "F8_E8M0", "BF16", "F32")
-}
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_),
+}  # fmt: skip
+STORED_AS = {DTYPES[name]: name for name in ("F8_E4M3", "F8_E8M0", "BF16", "F32")}
+STORED_AS[np.dtype(np.uint8)] = "I8"  # packed FP4 travels as I8
 ParameterPath = tuple[str | int, ...]
 Kind = tuple[str, tuple[int, ...]]  # dtype and shape
 

@@ -122,6 +122,15 @@ class Reader:
         if info.dtype == "F8_E8M0" and not name.endswith(".embed.scale") and (into == 255).any():
             raise CheckpointError(self.checkpoint.path, [f"{name}: holds E8M0 byte 255, which is NaN"])
 
+    def read_parameter(self, names: Sequence[str], index: Index, into: UInt8[np.ndarray, " nbytes"]) -> None:
+        """As `read`, of a parameter that is one tensor, or a stack of the tensors `names`."""
+        if len(index) == len(self.checkpoint.tensors[names[0]].shape):
+            self.read(names[0], index, into)
+            return
+        chosen = names[index[0]]
+        for name, piece in zip(chosen, into.reshape(len(chosen), -1), strict=True):
+            self.read(name, index[1:], piece)
+
 
 def _extent(index: Index, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True))
@@ -168,18 +177,6 @@ def _once(loaded: Loaded, name: str, kind: Place, make: Callable[[], jax.Array |
     return array
 
 
-def _parameter(reader: Reader, parts: list[str], leaf: Any, sharding: NamedSharding | None, stacked: bool) -> jax.Array:
-    def fill(index: Index, buffer: np.ndarray) -> None:
-        if not stacked:
-            reader.read(parts[0], index, buffer)
-            return
-        chosen = parts[index[0]]
-        for name, piece in zip(chosen, buffer.reshape(len(chosen), -1), strict=True):
-            reader.read(name, index[1:], piece)
-
-    return place(leaf.shape, leaf.dtype, sharding, fill)
-
-
 def load(
     checkpoint: Source,
     mesh: Mesh | None = None,
@@ -206,7 +203,7 @@ def load(
     with Reader(checkpoint) as reader:
         for done, (path, parts) in enumerate(wanted.items(), 1):
             name, leaf, sharding = dotted(path), flat[path], where.get(path)
-            make = partial(_parameter, reader, parts, leaf, sharding, expected[parts[0]].expert is not None)
+            make = partial(place, leaf.shape, leaf.dtype, sharding, partial(reader.read_parameter, parts))
             flat[path] = leaf.replace(_once(kept, name, (leaf.shape, np.dtype(leaf.dtype), sharding or "device"), make))
             if on_progress is not None:
                 on_progress(done, len(wanted), name)

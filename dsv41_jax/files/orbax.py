@@ -166,11 +166,11 @@ def sha256_of(directory: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 class OrbaxCheckpoint:
-    """An open directory of this layout. Its `tensors` are the Engram tables; parameters come through `restore`.
+    """An open directory of this layout. Its `tensors` are those of the Engram tables.
 
-    Opening checks that every file is there with its size, and the contents of those beside the weights. `restore` and
-    `tensors` check the contents of what they give first; `checksums=False` trusts those. Raises CheckpointError in a
-    line that names every file that is damaged, missing or too many.
+    Opening checks that every file is there with its size, and the contents of those beside the weights. `parameters`
+    and `tensors` check the contents of what they give first; `checksums=False` trusts those. Raises CheckpointError in
+    a line that names every file that is damaged, missing or too many.
     """
 
     tables = load_tables
@@ -286,23 +286,22 @@ class OrbaxCheckpoint:
             yield arrays
 
     def parameters(
-        self, mesh: Mesh | None = None, *, on_progress: Progress | None = None, loaded: Loaded | None = None
-    ) -> Transformer:
-        """All parameters: `restore`, which cannot go on from `loaded` (ValueError)."""
-        if loaded is not None:
-            raise ValueError("loaded: an Orbax checkpoint cannot go on from a part of it; leave `loaded` out")
-        return self.restore(mesh, on_progress=on_progress)
-
-    def restore(
-        self, placement: Placement = None, *, template: Transformer | None = None, on_progress: Progress | None = None
+        self,
+        placement: Placement = None,
+        *,
+        template: Transformer | None = None,
+        on_progress: Progress | None = None,
+        loaded: Loaded | None = None,
     ) -> Transformer:
         """The parameter tree, each parameter straight into its sharding; without `placement` on the default device.
 
         `placement` is a mesh (`sharding.placements` decides) or a sharding for every path. `template`, by default the
         tree of the directory's config, gives the shapes and dtypes to restore: nothing is cast, cut or padded.
         `on_progress(done, total, name)` counts parameters. Raises CheckpointError for damage and for what differs from
-        the template, ValueError for a parameter without a sharding.
+        the template, ValueError for a parameter without a sharding, and for `loaded`: nothing goes on from a part.
         """
+        if loaded is not None:
+            raise ValueError("loaded: an Orbax checkpoint cannot go on from a part of it; leave `loaded` out")
         template = abstract_parameters(self.config) if template is None else template
         self.check(template)
         where = placements(template, placement) if isinstance(placement, Mesh) else placement

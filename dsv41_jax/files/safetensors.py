@@ -105,7 +105,7 @@ def check_header(file: Path, header: dict[str, Any], data: int, size: int | None
     return Header(tensors, problems, metadata if isinstance(metadata, dict) else {})
 
 
-def write(stream: BinaryIO, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+def write_tensors(stream: BinaryIO, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """A whole file, by the safetensors package: in memory, for its `serialize_file` renames a file of its own into
     place. The order of several metadata is arbitrary."""
     held = {name: np.ascontiguousarray(array) for name, array in arrays.items()}

@@ -25,7 +25,7 @@ from dsv41_jax.config import Config
 from dsv41_jax.engine.snapshot import Snapshot
 from dsv41_jax.engine.tables import EngramLookup
 from dsv41_jax.files.expected import DTYPES, dotted, flat_parameters
-from dsv41_jax.files.safetensors import read_header, write
+from dsv41_jax.files.safetensors import read_header, write_tensors
 from dsv41_jax.nn.transformer import Transformer
 from dsv41_jax.numerics import Numerics
 from dsv41_jax.untrusted import cut, few, shown
@@ -72,8 +72,10 @@ def identity(cfg: Config, numerics: Numerics, model: str) -> Identity:
     return {"kind": KIND, "config": config, "model": model, "numerics": numerics.name}
 
 
-def _names(cfg: Config) -> list[str]:
-    return [f"layers.{layer}.{kind}" for layer in cfg.kv_source_layer_ids for kind in ("main", "index_keys")]
+def _ratios(cfg: Config) -> dict[str, int]:
+    """The tensors of a snapshot in order, and how many tokens an entry of each stands for."""
+    layers = [(layer, cfg.compress_ratios[layer]) for layer in cfg.kv_source_layer_ids]
+    return {f"layers.{layer}.{kind}": ratio for layer, ratio in layers for kind in ("main", "index_keys")}
 
 
 def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str:
@@ -87,10 +89,10 @@ def _checksum(meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> str
 def write_snapshot(path: Path, snapshot: Snapshot, cfg: Config, about: Identity) -> None:
     """Export; `path` is the complete old file or the complete new one at every moment."""
     entries = [part for pair in snapshot.entries for part in pair]
-    tensors = dict(zip(_names(cfg), entries, strict=True))
+    tensors = dict(zip(_ratios(cfg), entries, strict=True))
     meta = {**about, "lengths": snapshot.length.tolist()}
     with atomic.file(path) as stream:
-        write(stream, tensors, {"snapshot": json.dumps(meta | {"sha256": _checksum(meta, tensors)})})
+        write_tensors(stream, tensors, {"snapshot": json.dumps(meta | {"sha256": _checksum(meta, tensors)})})
 
 
 def read_snapshot(path: Path, cfg: Config, about: Identity) -> Snapshot:
@@ -104,7 +106,8 @@ def read_snapshot(path: Path, cfg: Config, about: Identity) -> Snapshot:
         meta = None
     if not isinstance(meta, dict) or meta.get("kind") != about["kind"]:
         raise SnapshotError(path, f"is no {about['kind']!r}")
-    wanted = _names(cfg)
+    ratios = _ratios(cfg)
+    wanted = list(ratios)
     for key, value in about.items():
         if meta.get(key) != value:
             raise SnapshotError(path, f"belongs to another {key}: {cut(str(meta.get(key)))}, here {value}")
@@ -114,10 +117,10 @@ def read_snapshot(path: Path, cfg: Config, about: Identity) -> Snapshot:
     found = meta.pop("sha256", None)
     if found != (right := _checksum(meta, arrays)):
         raise SnapshotError(path, f"is damaged: its content has SHA-256 {right}, the header says {cut(str(found))}")
-    lengths, ratios = meta.get("lengths"), [cfg.compress_ratios[layer] for layer in cfg.kv_source_layer_ids]
+    lengths = meta.get("lengths")
     if not isinstance(lengths, list) or not all(type(n) is int and 0 <= n < 1 << 31 for n in lengths):
         raise SnapshotError(path, f"lengths {shown(lengths)} are not numbers of tokens")
-    for name, ratio in zip(wanted, np.repeat(ratios, 2), strict=True):
+    for name, ratio in ratios.items():
         if arrays[name].shape[:2] != (needed := (len(lengths), max(lengths, default=0) // ratio)):
             held, told = list(arrays[name].shape[:2]), shown(lengths)
             raise SnapshotError(path, f"{name} is {held}, {told} tokens need {list(needed)}")
