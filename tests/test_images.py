@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from test_vision import PNG, RGB, encoded
 
+from dsv41_jax import Config
 from dsv41_jax.engine import images
 
 
@@ -63,3 +64,11 @@ def test_what_pillow_warns_of_is_not_the_callers():  # a palette with transparen
     data = io.BytesIO()
     image.save(data, "PNG", transparency=bytes(range(256)))
     assert images.open_image(data.getvalue()).size == (4, 4)
+
+
+def test_windows_of_one_patch_leave_at_least_one_each_way():  # 84 x 42882 had width 0
+    cfg = Config.flash(vision_downsample_ratio=1)
+    for width, height in ((84, 42882), (42882, 84), (7, 83), (1, 5000), (60, 30_000), (31, 15_900)):
+        plan = images.resize_plan(width, height, cfg)
+        assert min(plan.width, plan.height, plan.rows, plan.columns) >= 1, (width, height)
+        assert plan.tokens <= cfg.vision_max_image_tokens

@@ -93,7 +93,8 @@ def resize_plan(width: int, height: int, cfg: Config) -> Plan:
     if rows < 1:
         return plan((limit - 3) * cell, cell)
     shrink = min(math.floor(columns) * cell / width, math.floor(rows) * cell / height)
-    return plan(math.floor(width * shrink / patch) * patch, math.floor(height * shrink / patch) * patch)
+    sizes = (max(math.floor(size * shrink / patch), 1) * patch for size in (width, height))  # windows of 1 may vanish
+    return plan(*sizes)
 
 
 @dataclass(frozen=True)
