@@ -27,17 +27,22 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dsv41_jax.config_rules import broken_rules, latest
+from dsv41_jax.untrusted import few, read, shown, unique
+
 HUGE = 1e300  # JSON spells infinity as a number too large for a float
+CONFIG_BYTES = 10_000_000  # the release's is 3,311
+_ABSENT = object()
 WINDOW, FULL, REINDEX, REUSE = "window", "full", "reindex", "reuse"
 
 
 class ConfigError(ValueError):
-    """A config breaks a rule; the message is one line that names the key, the value and the rule."""
+    """A config breaks rules; one line that names key, value and rule of each, the first few of many. `problems` has
+    all of them."""
 
-
-def _require(ok: bool, key: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"{key}: {value!r} {rule}")
+    def __init__(self, *problems: str):
+        super().__init__(few(problems))
+        self.problems = problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +84,12 @@ def _key(path: str, **optional: Any) -> Any:
 _TEXT, _YARN, _VISION, _QUANT = "text_config.", "text_config.rope_scaling.", "vision_config.", "quantization_config."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Config:
     """The architecture as flat data. A field is named after its key; `json_text` keeps the file's every key.
 
-    Build one with `from_pretrained`, `from_dict`, `flash` or `tiny`, and a changed copy with `replace`: each
-    validates. Source: the released config.json; the rules are those of the architecture (paper 2.2 to 2.4).
+    Build one with `from_pretrained`, `from_dict`, `flash` or `tiny`, and a changed copy with `replace`. However it is
+    made, it obeys `config_rules`, or a ConfigError names every key that does not. Source: the released config.json.
 
     >>> cfg = Config.flash()
     >>> [layer.id for layer in cfg.layers if layer.mode == "full"], cfg.layers[24].mode, cfg.layers[23].index_source
@@ -174,38 +179,65 @@ class Config:
     vision_min_pixels: int = _key(_VISION + "min_pixels")
     vision_max_wh_ratio: float | None = _key(_VISION + "max_wh_ratio")
 
+    def __post_init__(self) -> None:
+        document, changed = _parsed(self.json_text, "json_text"), False
+        if not isinstance(document, dict):
+            raise ConfigError(f"json_text: {shown(document)} is not a JSON object")
+        for f in _KEYED:
+            value, held = getattr(self, f.name), _found(document, f.metadata["key"])
+            wanted = list(value) if isinstance(value, tuple) else value
+            if held != wanted and not (held is _ABSENT and f.metadata.get("default", _ABSENT) == value):
+                _put(document, f.metadata["key"], wanted)
+                changed = True
+        _checked(document)
+        if changed:  # a field is right, what the file said of it is not
+            object.__setattr__(self, "json_text", json.dumps(document, ensure_ascii=False))
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{self.num_hidden_layers} layers", f"width {self.hidden_size}",
+            f"{self.num_attention_heads} heads of {self.head_dim}",
+            f"{self.num_experts_per_tok} of {self.n_routed_experts} experts", f"vocabulary {self.vocab_size}",
+            f"{self.max_position_embeddings} positions",
+        ]  # fmt: skip
+        parts += [f"Engram in {len(self.engram_layer_ids)} layers"] if self.engram_layer_ids else []
+        parts += [f"{self.num_nextn_predict_layers} draft stages"] if self.num_nextn_predict_layers else []
+        parts += [f"vision of {self.vision_num_hidden_layers} layers"] if self.has_vision else []
+        return f"Config({', '.join(parts)})"
+
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Config:
-        """Read `config.json` (or the directory that holds it)."""
+        """Read `config.json` (or the directory that holds it); "tiny" is the bundled checkpoint's."""
+        if path == "tiny":
+            return cls.tiny()
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            content = read(path, CONFIG_BYTES)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: is not JSON ({error})") from None
-        return cls.from_dict(document)
+        return cls.from_dict(_parsed(content, path))
 
     @classmethod
     def from_dict(cls, document: object) -> Config:
         """Check a nested config (the released layout) and flatten it; unknown keys are kept in `json_text`."""
         if not isinstance(document, Mapping):
-            raise ConfigError(f"config: {document!r} is not a JSON object")
-        values = {f.name: _lookup(document, f.metadata, str(f.type)) for f in _KEYED}
-        config = cls(json_text=json.dumps(document, ensure_ascii=False), **values)
-        _validate(config)
-        return config
+            raise ConfigError(f"config: {shown(document)} is not a JSON object")
+        try:
+            text = json.dumps(document, ensure_ascii=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigError(f"config: is not what JSON can hold ({error})") from None
+        return cls(json_text=text, **_checked(document))
 
     @classmethod
-    def flash(cls) -> Config:
-        """DeepSeek-V4.1-Flash as released on 2026-09-10."""
-        return cls.from_dict(json.loads(resources.files("dsv41_jax").joinpath("data/flash/config.json").read_text()))
+    def flash(cls, **changes: Any) -> Config:
+        """DeepSeek-V4.1-Flash as released on 2026-09-10, with some fields changed."""
+        return _bundled("flash").replace(**changes)
 
     @classmethod
-    def tiny(cls) -> Config:
-        """The bundled checkpoint's config: eight layers, every feature on."""
-        return cls.from_dict(json.loads(resources.files("dsv41_jax").joinpath("data/tiny/config.json").read_text()))
+    def tiny(cls, **changes: Any) -> Config:
+        """The bundled checkpoint's config, eight layers and every feature on, with some fields changed."""
+        return _bundled("tiny").replace(**changes)
 
     def to_dict(self) -> dict[str, Any]:
         """The nested config, unknown keys included."""
@@ -213,12 +245,12 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed, validated again."""
-        document = self.to_dict()
-        keys = {f.name: f.metadata["key"] for f in _KEYED}
+        document, keys = self.to_dict(), {f.name: f.metadata["key"] for f in _KEYED}
+        if strange := [name for name in changes if name not in keys]:
+            wrong = "is set, but there is no such field"
+            raise ConfigError(*(f"{name}: {shown(changes[name])} {wrong}" for name in strange))
         for name, value in changes.items():
-            _require(name in keys, name, value, "is set, but there is no such field")
-            *sections, last = keys[name].split(".")
-            functools.reduce(lambda node, section: node[section], sections, document)[last] = value
+            _put(document, keys[name], value)
         return self.from_dict(document)
 
     @functools.cached_property
@@ -274,15 +306,64 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def _lookup(document: Mapping[str, Any], wanted: Mapping[str, Any], kind: str) -> Any:
+def _bundled(name: str) -> Config:
+    return Config.from_pretrained(Path(str(resources.files("dsv41_jax"))) / "data" / name)
+
+
+def _parsed(content: str | bytes, where: object) -> Any:
+    try:
+        return json.loads(content if isinstance(content, str) else content.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: is not JSON ({error})") from None
+
+
+def _found(document: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key, or _ABSENT."""
     node: Any = document
-    key = wanted["key"]
     for part in key.split("."):
-        if isinstance(node, Mapping) and part not in node and "default" in wanted:
-            return wanted["default"]
         if not isinstance(node, Mapping) or part not in node:
-            raise ConfigError(f"{key}: is missing")
+            return _ABSENT
         node = node[part]
+    return node
+
+
+def _put(document: Any, key: str, value: object) -> None:
+    *sections, last = key.split(".")
+    node = document
+    for section in sections:
+        node = node.setdefault(section, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise ConfigError(f"{key}: its section is not a JSON object")
+    node[last] = value
+
+
+def _checked(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of every field. Raises a ConfigError of every key that is missing, of a wrong type or breaks a rule."""
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for f in _KEYED:
+        try:
+            values[f.name] = _lookup(document, f.metadata, str(f.type))
+        except ConfigError as error:
+            problems += error.problems
+    problems += broken_rules(values, {f.name: f.metadata["key"] for f in _KEYED})
+    if problems:
+        raise ConfigError(*problems)
+    return values
+
+
+def _require(ok: bool, key: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{key}: {shown(value)} {rule}")
+
+
+def _lookup(document: Mapping[str, Any], wanted: Mapping[str, Any], kind: str) -> Any:
+    key = wanted["key"]
+    node = _found(document, key)
+    if node is _ABSENT and "default" in wanted:
+        return wanted["default"]
+    if node is _ABSENT:
+        raise ConfigError(f"{key}: is missing")
     whole = lambda value: isinstance(value, int) and not isinstance(value, bool)  # noqa: E731
     if node is None and kind.endswith("| None"):
         return None
@@ -300,10 +381,6 @@ def _lookup(document: Mapping[str, Any], wanted: Mapping[str, Any], kind: str) -
     return node
 
 
-def _latest(ids: tuple[int, ...], layer: int) -> int | None:
-    return max((i for i in ids if i <= layer), default=None)
-
-
 def _plan(cfg: Config, layer: int) -> LayerPlan:
     ratio, source = cfg.compress_ratios[layer], cfg.candidate_source_layer_id
     owns_kv, owns_index = layer in cfg.kv_source_layer_ids, layer in cfg.index_source_layer_ids
@@ -314,131 +391,10 @@ def _plan(cfg: Config, layer: int) -> LayerPlan:
         ratio=ratio,
         experts=cfg.n_routed_experts,
         experts_per_token=cfg.num_experts_per_tok,
-        kv_source=_latest(cfg.kv_source_layer_ids, layer) if reads else None,
-        index_source=_latest(cfg.index_source_layer_ids, layer) if reads else None,
+        kv_source=latest(cfg.kv_source_layer_ids, layer) if reads else None,
+        index_source=latest(cfg.index_source_layer_ids, layer) if reads else None,
         publishes_candidates=layer == source,
         obeys_candidates=owns_index and source is not None and layer > source,
         engram_slot=cfg.engram_layer_ids.index(layer) if layer in cfg.engram_layer_ids else None,
         draft_feature=layer in cfg.dspark_target_layer_ids,
     )
-
-
-def _validate(cfg: Config) -> None:
-    keys = {f.name: f.metadata["key"] for f in _KEYED}
-
-    def check(name: str, ok: bool, rule: str) -> None:
-        _require(ok, keys[name], getattr(cfg, name), rule)
-
-    _validate_choices(cfg, check)
-    _validate_sizes(cfg, check)
-    _validate_plan(cfg, check)
-    _validate_extras(cfg, check)
-
-
-def _validate_choices(cfg: Config, check: Any) -> None:
-    choices = {
-        "quant_method": "fp8", "weight_block_size": (32, 32), "scale_fmt": "ue8m0", "expert_dtype": "fp4",
-        "hidden_act": "silu", "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "rope_type": "yarn",
-        "norm_topk_prob": True, "attention_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1,
-        "n_shared_experts": 1,
-    }  # fmt: skip
-    for name, wanted in choices.items():
-        check(name, getattr(cfg, name) == wanted, f"is not supported, only {wanted!r} is")
-
-
-def _validate_sizes(cfg: Config, check: Any) -> None:
-    for name in (
-        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim "
-        "q_lora_rank o_lora_rank o_groups max_position_embeddings n_routed_experts num_experts_per_tok sliding_window "
-        "index_n_heads index_head_dim index_topk candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters "
-        "yarn_original_length"
-    ).split():
-        check(name, getattr(cfg, name) >= 1, "is not at least 1")
-    for name in (
-        "swiglu_limit rms_norm_eps rope_theta compress_rope_theta yarn_factor yarn_beta_fast yarn_beta_slow hc_eps "
-        "routed_scaling_factor vision_rope_theta"
-    ).split():
-        value = getattr(cfg, name)
-        check(name, 0 < value < float("inf"), "is not a positive finite number")
-    check("yarn_factor", cfg.yarn_factor >= 1, "is below 1")
-    check("yarn_beta_fast", cfg.yarn_beta_fast > cfg.yarn_beta_slow, f"is not above beta_slow {cfg.yarn_beta_slow}")
-    for name in ("num_nextn_predict_layers", "vision_num_hidden_layers", "engram_compressed_vocab_size"):
-        check(name, getattr(cfg, name) >= 0, "is negative")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "engram_pad_token_id"):
-        value = getattr(cfg, name)
-        check(name, 0 <= value < cfg.vocab_size, f"is not a token id below vocab_size {cfg.vocab_size}")
-    for name in ["hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "index_head_dim"]:
-        check(name, getattr(cfg, name) % 32 == 0, "is not a multiple of the quantization group 32")
-    check("o_lora_rank", cfg.o_lora_rank * cfg.o_groups % 32 == 0, "times o_groups is not a multiple of 32")
-    check("o_groups", cfg.num_attention_heads % cfg.o_groups == 0, "does not divide num_attention_heads")
-    check("qk_rope_head_dim", cfg.qk_rope_head_dim % 2 == 0, "is odd; channels rotate in pairs")
-    widest = min(cfg.head_dim, cfg.index_head_dim)
-    check("qk_rope_head_dim", cfg.qk_rope_head_dim <= widest, f"exceeds head_dim or index_head_dim ({widest})")
-    check("num_experts_per_tok", cfg.num_experts_per_tok <= cfg.n_routed_experts, "exceeds n_routed_experts")
-
-
-def _validate_ids(cfg: Config, check: Any, name: str) -> None:
-    ids = getattr(cfg, name)
-    check(name, list(ids) == sorted(set(ids)), "is not sorted without repeats")
-    inside = all(0 <= i < cfg.num_hidden_layers for i in ids)
-    check(name, inside, f"names a layer outside 0..{cfg.num_hidden_layers - 1}")
-
-
-def _validate_plan(cfg: Config, check: Any) -> None:
-    ratios, layers, drafts = cfg.compress_ratios, cfg.num_hidden_layers, cfg.num_nextn_predict_layers
-    lengths = f"has {len(ratios)} entries, not {layers} (layers) or {layers + drafts} (layers and draft stages)"
-    check("compress_ratios", len(ratios) in (layers, layers + drafts), lengths)
-    check("compress_ratios", all(r in (0, 1, 2) for r in ratios), "has a ratio other than 0, 1 or 2")
-    check("compress_ratios", not any(ratios[layers:]), "gives a draft stage a ratio other than 0")
-    for name in ("kv_source", "index_source", "engram", "dspark_target", "window_only"):
-        _validate_ids(cfg, check, f"{name}_layer_ids")
-    kv, index, source = cfg.kv_source_layer_ids, cfg.index_source_layer_ids, cfg.candidate_source_layer_id
-    check("kv_source_layer_ids", set(kv) <= set(index), f"has a layer that is not in index_source_layer_ids {index}")
-    no_ratio = [i for i in index if ratios[i] == 0]
-    check("index_source_layer_ids", not no_ratio, f"has window-only layers {no_ratio} (compress_ratios 0)")
-    if source is not None:
-        check("candidate_source_layer_id", source in index, f"is not in index_source_layer_ids {index}")
-        pool = (cfg.candidate_topk_blocks - 1) * cfg.candidate_block_size + 1
-        rule = f"blocks of {cfg.candidate_block_size} may hold {pool} visible entries, fewer than index_topk "
-        check("candidate_topk_blocks", pool >= cfg.index_topk, rule + str(cfg.index_topk))
-    for layer in range(layers):
-        if not ratios[layer] or (layer in cfg.window_only_layer_ids and layer not in index):
-            continue
-        here = _with_ratio(ratios, layer)
-        sources = (_latest(kv, layer), _latest(index, layer))
-        check("kv_source_layer_ids", sources[0] is not None, f"leaves {here} without a source at or below it")
-        for read in sources:
-            check("compress_ratios", ratios[read] == ratios[layer], f"makes {here} read {_with_ratio(ratios, read)}")
-        if layer in index and source is not None and layer > source:
-            rule = f"makes {here} obey candidates of layer {source}"
-            check("compress_ratios", ratios[source] == ratios[layer], rule)
-
-
-def _with_ratio(ratios: tuple[int, ...], layer: int) -> str:
-    return f"layer {layer} (ratio {ratios[layer]})"
-
-
-def _validate_extras(cfg: Config, check: Any) -> None:
-    if cfg.engram_layer_ids:
-        for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
-            check(name, getattr(cfg, name) >= 1, "is not at least 1")
-        check("engram_max_ngram_size", cfg.engram_max_ngram_size >= 2, "is not at least 2")
-        check("engram_head_dim", cfg.engram_head_dim % 32 == 0, "is not a multiple of the quantization group 32")
-    layers = len(cfg.engram_layer_ids)
-    check("engram_num_embeddings", len(cfg.engram_num_embeddings) == layers, f"is not one count for {layers} layers")
-    if cfg.num_nextn_predict_layers:
-        for name in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts"):
-            check(name, getattr(cfg, name) >= 1, "is not at least 1")
-        noise, per_token = cfg.dspark_noise_token_id, cfg.dspark_num_experts_per_tok
-        check("dspark_noise_token_id", 0 <= noise < cfg.vocab_size, f"is not below vocab_size {cfg.vocab_size}")
-        check("dspark_num_experts_per_tok", 1 <= per_token <= cfg.dspark_n_routed_experts, "is not in 1..experts")
-        check("dspark_target_layer_ids", len(cfg.dspark_target_layer_ids) >= 1, "is empty, but there are draft stages")
-    if cfg.has_vision:
-        for name in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
-            check(f"vision_{name}", getattr(cfg, f"vision_{name}") >= 1, "is not at least 1")
-        check("vision_max_image_tokens", cfg.vision_max_image_tokens >= 4, "is less than the 4 of the smallest span")
-        check("vision_min_pixels", cfg.vision_min_pixels >= 0, "is negative")
-        check("vision_max_wh_ratio", cfg.vision_max_wh_ratio is None, "is not supported, only null is")
-        width, heads = cfg.vision_hidden_size, cfg.vision_num_attention_heads
-        rule = f"does not split vision hidden_size {width} into heads of a multiple of 4"
-        check("vision_num_attention_heads", width % (4 * heads) == 0, rule)

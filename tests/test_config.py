@@ -3,12 +3,18 @@
 import copy
 import hashlib
 import json
+import os
+import pickle
+import time
+from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 
 import pytest
 from conftest import GOLDEN, small_config
 
 from dsv41_jax import Config, ConfigError
+from dsv41_jax.config_rules import LIMITS, PRODUCTS
 
 ROOT = Path(__file__).parent.parent
 RELEASED = ROOT / "dsv41_jax/data/flash/config.json"
@@ -45,6 +51,10 @@ def refused(document: object) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def known_keys() -> list[str]:
+    return [f.metadata["key"] for f in fields(Config) if "key" in f.metadata]
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +298,156 @@ def test_smallest_candidate_budget_that_can_always_hold_topk_is_accepted(flash):
     assert kept.candidate_topk_blocks * kept.candidate_block_size == 520
 
 
+# ------------------------------------------------------------------------- limits, and all problems in one short line
+
+TOO_MUCH = [
+    (T + "n_routed_experts", 10**8), (T + "num_hidden_layers", 10**7), (T + "num_nextn_predict_layers", 10**7),
+    (V + "num_hidden_layers", 10**7), (T + "dspark_n_routed_experts", 10**8), (T + "vocab_size", 10**9),
+    (T + "engram_vocab_size", 10**16), (T + "engram_n_heads", 10**6), (T + "engram_max_ngram_size", 10**6),
+    (T + "sliding_window", 10**12), (T + "hidden_size", 2**40), (T + "hc_mult", 10**6),
+    (T + "hc_sinkhorn_iters", 10**9), (T + "max_position_embeddings", 2**31), (T + "dspark_block_size", 10**9),
+    (T + "engram_num_embeddings", [2**31, 5]), (T + "engram_num_embeddings", [-5, 5]), (V + "patch_size", 10**6),
+    (T + "n_routed_experts", 16384),  # in 40 layers: four million tensors
+    (T + "engram_layer_ids", list(range(10**5))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), TOO_MUCH, ids=lambda part: str(part).replace(" ", ""))
+def test_number_that_asks_for_hours_or_all_memory_is_refused_at_once(key, value):
+    begin, document = time.monotonic(), put(flash_document(), key, value)
+    message = refused(document)
+    assert key in message
+    assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_of_numbers_that_are_allowed_each_is_refused(name, flash):  # an axis of 2**40, millions of primes
+    others, most = PRODUCTS[name]
+    most = {"num_attention_heads": 1 << 19} | {one: min(LIMITS[one], 1 << 19) for one in (name, *others)}
+    with pytest.raises(ConfigError) as caught:
+        flash.replace(**most)
+    assert any(f".{name.removeprefix('vision_')}: " in one and " times " in one for one in caught.value.problems)
+
+
+def test_every_limit_is_at_least_eight_times_the_release(flash):
+    for name, most in LIMITS.items():
+        assert getattr(flash, name) * 8 <= most, name
+    for name, (others, most) in PRODUCTS.items():
+        assert getattr(flash, name) * prod(getattr(flash, other) for other in others) * 8 <= most, name
+
+
+def test_all_problems_are_told_at_once_each_key_once_and_none_is_made_up():
+    wrong = {
+        T + "hidden_size": "7", T + "index_topk": 0, T + "o_groups": 0, T + "kv_source_layer_ids": [8, 2],
+        V + "patch_size": -1, Q + "scale_fmt": "float", "eos_token_id": 129280,
+    }  # fmt: skip
+    document = flash_document()
+    for key, value in wrong.items():
+        put(document, key, value)
+    drop(document, T + "rms_norm_eps")
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(document)
+    problems = caught.value.problems
+    assert sorted(problem.split(": ")[0] for problem in problems) == sorted([*wrong, T + "rms_norm_eps"])
+    assert str(caught.value) == "; ".join(problems)
+
+
+def test_many_problems_are_cut_in_the_line_and_kept_as_a_tuple():
+    document = flash_document()
+    document["text_config"] = {}
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(document)
+    problems = caught.value.problems
+    assert len(problems) == sum(key.startswith(T) for key in known_keys()) - 1  # one of them has a default
+    assert str(caught.value) == "; ".join([*problems[:8], f"and {len(problems) - 8} more"])
+
+
+def test_long_values_are_not_repeated():
+    assert len(refused(put(flash_document(), T + "compress_ratios", [3] * 10**6))) < 1000
+    assert len(refused(put(flash_document(), T + "hidden_act", "x" * 10**6))) < 1000
+    assert len(refused([0] * 10**6)) < 1000
+    assert len(refused(put(flash_document(), T + "index_topk", -(10**4000)))) < 1000
+
+
+def nested(depth: int) -> dict:
+    document: dict = {}
+    for _ in range(depth):
+        document = {"a": document}
+    return document
+
+
+@pytest.mark.parametrize(
+    "value", [nested(200_000), object(), {1, 2}, 10**5000], ids=["deep", "object", "set", "digits"]
+)
+def test_what_json_cannot_hold_is_refused(value):
+    assert refused(flash_document() | {"extra": value}).startswith("config: is not what JSON can hold")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):  # which of them is meant?
+    text = RELEASED.read_text().replace('"index_topk": 512,', '"index_topk": 512, "index_topk": 256,')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="names index_topk more than once"):
+        Config.from_pretrained(tmp_path)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as stream:
+        stream.truncate(6 << 30)
+
+
+@pytest.mark.parametrize("make", [fifo, device, sparse])
+def test_a_file_that_never_ends_is_not_read(make, tmp_path):
+    make(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"cannot be read .(not a regular file|6442450944 bytes, more than)"):
+        Config.from_pretrained(tmp_path)
+
+
 # ----------------------------------------------------------------------------------------- validation, replace, value
+
+
+def test_the_dataclass_functions_validate_and_keep_every_key(flash):  # to_dict told the old number
+    document = put(flash_document(), "later", {"inner": 1})
+    changed = replace(Config.from_dict(document), index_topk=256, yarn_factor=4.0, window_only_layer_ids=(2,))
+    wanted = put(put(put(document, T + "index_topk", 256), Y + "factor", 4.0), T + "window_only_layer_ids", [2])
+    assert changed.to_dict() == wanted
+    assert Config.from_dict(changed.to_dict()) == changed
+    assert replace(flash).json_text == flash.json_text
+    with pytest.raises(ConfigError, match=r"^text_config.hidden_size: 7 is not a multiple"):
+        replace(flash, hidden_size=7)
+    values = {f.name: getattr(flash, f.name) for f in fields(flash) if f.name != "json_text"}
+    made = Config(json_text="{}", **values)
+    assert made == flash and Config.from_dict(made.to_dict()) == flash
+    with pytest.raises(ConfigError, match=r"^bos_token_id: -1 is not a token id"):
+        Config(json_text="{}", **values | {"bos_token_id": -1})
+    for text in ("[]", "{", '{"text_config": 3}'):
+        with pytest.raises(ConfigError):
+            Config(json_text=text, **values)
+    for other in (copy.copy(changed), pickle.loads(pickle.dumps(changed))):
+        assert other == changed and other.to_dict() == wanted
+
+
+def test_bundled_configs_take_changes_and_tiny_has_a_name(flash):
+    assert Config.flash(index_topk=256) == flash.replace(index_topk=256)
+    assert Config.tiny(eos_token_id=7).to_dict()["eos_token_id"] == 7
+    assert Config.from_pretrained("tiny") == Config.tiny()
+    with pytest.raises(ConfigError, match="no_such_field"):
+        Config.tiny(no_such_field=1)
+
+
+def test_repr_is_a_line_that_names_the_sizes(flash):
+    assert repr(flash) == (
+        "Config(40 layers, width 5120, 64 heads of 512, 6 of 384 experts, vocabulary 129280, 1048576 positions, "
+        "Engram in 2 layers, 3 draft stages, vision of 32 layers)"
+    )
+    assert "Engram" not in repr(small_config(engram_layer_ids=[], engram_num_embeddings=[]))
 
 
 @pytest.mark.parametrize("directory", [RELEASED.parent, *GOLDEN.values()], ids=lambda path: path.name)

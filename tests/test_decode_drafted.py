@@ -4,6 +4,7 @@ Random drafters are nearly never right, so most tests put the true continuation,
 guesses. One batch size throughout: 96 rows are 16 window places x 6 accepted lengths.
 """
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,6 +24,13 @@ from dsv41_jax.nn.cache import init_cache
 B, K, W, CAPACITY, NEVER = 96, 5, 16, 128, 288
 GREEDY = Draws.first(Sampling(max_new_tokens=1, eos=NEVER))
 ONES = np.ones(B, np.int32)
+
+
+def ending(config, eos):
+    """The config with another EOS; one past the vocabulary is in no config that can be made, so it is put there."""
+    other = copy.copy(config)
+    object.__setattr__(other, "eos_token_id", eos)
+    return other
 
 
 def feed(model, tokens, cache, count=ONES):
@@ -174,7 +182,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def endless(tiny):
     """The model with an EOS that it cannot say."""
-    return altered(tiny, config=replace(tiny.config, eos_token_id=NEVER))  # past the vocabulary, so unchecked
+    return altered(tiny, config=ending(tiny.config, NEVER))
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +235,7 @@ class Oracle(Programs):
 
 
 def knowing(model, prompts, truth, wrong=0.0, eos=None):
-    config = model.config if eos is None else replace(model.config, eos_token_id=eos)
+    config = model.config if eos is None else ending(model.config, eos)
     return altered(model, _programs=Oracle(model, prompts, truth, wrong), config=config)
 
 

@@ -1,8 +1,10 @@
 """Engram: layout, hashes and token map against the published numbers, rows and gates against the formulas."""
 
+import math
 import re
 import shutil
 import threading
+import time
 import tracemalloc
 import unicodedata
 
@@ -86,6 +88,24 @@ def test_tiny_layout_takes_the_primes_that_nobody_has_taken(units):
     np.testing.assert_array_equal(
         [x.multipliers for x in found], units["engram/multipliers_layers_1_4_ngram4_vocab248"]
     )
+
+
+def test_primes_are_those_of_trial_division_and_of_the_published_lists():
+    few = [n for n in range(-3, 20_000) if n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))]
+    assert [n for n in range(-3, 20_000) if ngrams.is_prime(n)] == few
+    carmichael = [561, 1105, 1729, 294_409, 56_052_361, 118_901_521, 172_947_529]
+    strong = [2047, 1_373_653, 25_326_001, 3_215_031_751, 2_152_302_898_747, 341_550_071_728_321]  # fool 2; 2, 3; ...
+    squares = [p * p for p in (3, 41, 16_000_057, 2_147_483_647)]
+    assert not any(map(ngrams.is_prime, carmichael + strong + squares))
+    assert all(map(ngrams.is_prime, [2_147_483_647, 2**61 - 1, 10**16 + 61, 2**31 + 11]))
+
+
+def test_primes_of_any_size_and_number_that_a_config_may_ask_for_come_at_once():  # trial division takes minutes
+    cfg = small_config(engram_vocab_size=2**31 - 1, engram_n_heads=64)
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"engram_num_embeddings: 434 for layer 1 is not \d+, the sum of its primes"):
+        ngrams.layouts(cfg)
+    assert time.monotonic() - begin < 5
 
 
 def test_layout_that_does_not_fill_the_configured_rows_is_refused():  # another vocabulary gives other primes

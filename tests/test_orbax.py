@@ -5,6 +5,7 @@ Expected bytes come from the safetensors files themselves, read by their format 
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import struct
@@ -304,6 +305,20 @@ def test_a_manifest_names_no_part_outside_its_directory(part, damaged):
 def test_a_malformed_manifest_is_one_line(document, damaged):
     forge(damaged, lambda _: document)
     refused(damaged, "orbax/MANIFEST: malformed")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+def test_a_manifest_that_never_ends_is_not_read(kind, damaged):
+    manifest = damaged / "orbax/MANIFEST"
+    manifest.unlink()
+    if kind == "sparse":
+        with manifest.open("wb") as stream:
+            stream.truncate(6 << 30)
+    elif kind == "fifo":
+        os.mkfifo(manifest)
+    else:
+        manifest.symlink_to("/dev/zero")
+    refused(damaged, "6442450944 bytes, more than 100000000" if kind == "sparse" else "not a regular file")
 
 
 def test_a_manifest_of_a_later_format_says_so(damaged):

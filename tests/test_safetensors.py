@@ -4,6 +4,7 @@ Writer and reader here know safetensors by its format alone: 8 bytes of header l
 """
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -208,6 +209,9 @@ HEADER = {  # what happens to the header and to W's entry in it; the message nam
     "odd dtype": lambda h, w: w.update(dtype="F8_E5M2"),
     "shape of floats": lambda h, w: w.update(shape=[64.0, 96.0]),
     "no object": lambda h, w: h.update({W: 3}),
+    "dtype of lists": lambda h, w: w.update(dtype=[["F8_E4M3"]]),
+    "a thousand axes": lambda h, w: w.update(shape=[64, 96, *[1] * 1000]),
+    "a million axes": lambda h, w: w.update(shape=[2**62] * 1_000_000),  # their product alone takes minutes
 }
 
 
@@ -298,6 +302,50 @@ def test_many_names_and_one_of_them_twice_are_refused_at_once(directory, abstrac
     begin = time.monotonic()
     assert "names 7 more than once" in refused(directory, abstract)
     assert time.monotonic() - begin < 10
+
+
+def test_header_longer_than_those_of_the_safetensors_package_is_not_read(directory, abstract):  # 6 GiB of holes
+    (directory / FILE).write_bytes(struct.pack("<Q", 6 << 30))
+    with (directory / FILE).open("r+b") as stream:
+        stream.truncate(7 << 30)
+    begin = time.monotonic()
+    assert "header of 6442450944 bytes, more than 100000000" in refused(directory, abstract)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("name", [FILE, INDEX, "config.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
+def test_what_is_no_regular_file_is_refused_unopened(name, kind, directory, abstract):  # a FIFO waits for its writer
+    (directory / name).unlink(missing_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(directory / name)
+        case "device":
+            (directory / name).symlink_to("/dev/zero")
+        case "directory":
+            (directory / name).mkdir()
+    message = refused(directory, abstract)
+    assert name in message and "not a regular file" in message
+
+
+def test_many_problems_are_cut_in_the_line_and_kept_as_a_tuple(bundled, directory, abstract):  # 40,000 letters
+    (directory / FILE).write_bytes(encode({name: ("F32", [1], b"abcd") for name in bundled}))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(directory).check(abstract)
+    problems = caught.value.problems
+    assert len(problems) > 600
+    line = "; ".join([*problems[:8], f"and {len(problems) - 8} more"])
+    assert str(caught.value) == f"{directory}: {len(problems)} problems: {line}"
+    assert list(problems) == Checkpoint(directory).deviations()
+
+
+def test_names_that_are_long_or_many_are_not_all_repeated(directory, abstract):
+    twice = ", ".join(f'"{n}": 0' for n in [*range(100_000), *range(100_000)])
+    for header in ("{" + twice + "}", json.dumps({"x" * 10**6: {"dtype": "F4", "shape": [], "data_offsets": [0, 0]}})):
+        (directory / FILE).write_bytes(frame(header.encode()))
+        with pytest.raises(CheckpointError) as caught:
+            load(Checkpoint(directory))
+        assert len(str(caught.value)) < 20_000
 
 
 @pytest.mark.parametrize("name", [S, X])

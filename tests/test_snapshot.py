@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -311,6 +312,32 @@ def test_lengths_that_are_none_of_these_entries_are_refused_though_the_checksum_
         safetensors({"snapshot": json.dumps(meta | {"sha256": snapshot._checksum(meta, tensors)})}, tensors)
     )
     same(small.import_snapshot(path), taken)
+
+
+def test_identity_is_of_the_configs_fields_and_not_of_what_was_asked_of_it(small):  # plans, once made, were in it
+    one, two = small_config(), small_config()
+    assert two.layers and two.draft_stages == () and two.unknown_keys == ()
+    assert snapshot.identity(one, small.numerics, "") == snapshot.identity(two, small.numerics, "")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_regular_file_is_no_snapshot(small, kind, tmp_path):
+    path = tmp_path / "x"
+    os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    refused(small, path, "not a regular file")
+
+
+def test_long_values_of_a_file_are_not_repeated(small, taken, tmp_path):
+    path, about = tmp_path / "x", snapshot.identity(small.config, small.numerics, small.fingerprint)
+    small.export_snapshot(taken, path)
+    tensors = {name: np.array(info.mapped()) for name, info in snapshot.read_header(path).tensors.items()}
+    for change in ({"lengths": [7] * 100_000}, {"lengths": "7" * 100_000}, {"model": "m" * 100_000}):
+        meta = {**about, **change}
+        meta["sha256"] = snapshot._checksum(meta, tensors)
+        path.write_bytes(safetensors({"snapshot": json.dumps(meta)}, tensors))
+        with pytest.raises(SnapshotError) as caught:
+            small.import_snapshot(path)
+        assert len(str(caught.value)) < 2000
 
 
 def test_a_snapshot_of_other_shapes_is_not_exported_over_a_good_file(small, taken, exported, tmp_path):

@@ -12,7 +12,7 @@ from conftest import ROOT
 PACKAGES = ("pallas_kernels", "dsv41_jax", "parity")
 # Four words place a file of dsv41_jax, beside the ground: below what it may import, behind what it builds on.
 ORDER = (
-    "config numerics sharding atomic ablation "
+    "untrusted config_rules config numerics sharding atomic ablation "
     "nn.linear nn.norm nn.rope nn.cache nn.compressor nn.indexer nn.attention nn.moe nn.engram nn.block nn.vision "
     "nn.dspark nn.transformer nn.replay nn.random nn.__init__ "
     "engine.ngrams engine.tables engine.images engine.snapshot engine.sampling engine.verify engine.schedule "

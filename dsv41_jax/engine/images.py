@@ -22,6 +22,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int32
 
 from dsv41_jax.config import Config
+from dsv41_jax.untrusted import cut, regular_size
 
 START, TOKEN, NEWLINE, END = range(4)  # roles of a span's positions
 
@@ -41,7 +42,7 @@ class PillowImage(Protocol):
         """Encode it."""
 
 
-ImageSource = PillowImage | np.ndarray | bytes | str | Path
+ImageSource = PillowImage | np.ndarray | bytes | bytearray | memoryview | str | Path
 
 
 class ImageError(ValueError):
@@ -92,7 +93,8 @@ def resize_plan(width: int, height: int, cfg: Config) -> Plan:
     if rows < 1:
         return plan((limit - 3) * cell, cell)
     shrink = min(math.floor(columns) * cell / width, math.floor(rows) * cell / height)
-    return plan(math.floor(width * shrink / patch) * patch, math.floor(height * shrink / patch) * patch)
+    sizes = (max(math.floor(size * shrink / patch), 1) * patch for size in (width, height))  # windows of 1 may vanish
+    return plan(*sizes)
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,15 @@ class Patches:
     plan: Plan
 
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow has 40 more decoders, one of which starts Ghostscript
+
+
 def open_image(source: ImageSource) -> PillowImage:
-    """An RGB image from a Pillow image, a uint8 array [H, W], [H, W, 3] or [H, W, 4], encoded bytes or a file."""
+    """An RGB image from a Pillow image, a uint8 array [H, W], [H, W, 3] or [H, W, 4], or the bytes or the file of a
+    PNG, JPEG, WebP, GIF or BMP. Raises ImageError."""
     from PIL import Image
 
-    name = str(source) if isinstance(source, str | Path) else "image"
+    name = cut(" ".join(str(source).split()), 200) if isinstance(source, str | Path) else "image"
     try:
         if isinstance(source, np.ndarray):
             if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,), (4,)):
@@ -115,12 +121,27 @@ def open_image(source: ImageSource) -> PillowImage:
             return Image.fromarray(source).convert("RGB")
         if isinstance(source, PillowImage):
             return source.convert("RGB")
-        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-            return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Pillow thinks of a palette
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            return Image.open(_encoded(source), formats=FORMATS).convert("RGB")  # type: ignore[arg-type]
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"{name}: is too large ({error})") from None
     except (OSError, SyntaxError, TypeError, ValueError) as error:
-        raise ImageError(f"{name}: is not an image that can be read ({error})") from None
+        said = getattr(error, "strerror", None) or cut(" ".join(str(error).split()))
+        raise ImageError(f"{name}: is not an image that can be read ({said})") from None
+
+
+def _encoded(source: object) -> io.IOBase | str | Path:
+    """What Pillow reads an image of the named formats from."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return io.BytesIO(source)
+    if isinstance(source, str | Path):
+        regular_size(Path(source))
+        return source
+    if isinstance(source, io.IOBase):
+        return source
+    raise TypeError(f"a {type(source).__name__}, not a Pillow image, a uint8 array, bytes or a path")
 
 
 def preprocess(source: ImageSource, cfg: Config) -> Patches:

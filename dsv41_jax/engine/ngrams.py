@@ -8,10 +8,10 @@ Ids before the start, and at or behind an image token, count as the pad token's;
 longer ones are. Products exceed 2^62, and JAX has 32-bit integers by default: hashing is NumPy on the host.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count, islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -56,8 +56,29 @@ class Tokenizer(Protocol):
 NONE = -1  # in a history: no token there, or one at or behind an image
 
 
-def _is_prime(n: int) -> bool:
-    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
+# No composite below 3.3e24 passes for all of them (Sorenson and Webster, 2015).
+_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+
+
+def is_prime(n: int) -> bool:
+    """Whether a number below 3.3e24 is prime, by Miller and Rabin's test: trial division of numbers that a file gives
+    takes hours."""
+    if n < 2 or any(n % p == 0 for p in _WITNESSES):
+        return n in _WITNESSES
+    twos = ((n - 1) & (1 - n)).bit_length() - 1
+    odd = (n - 1) >> twos
+
+    def passes(witness: int) -> bool:
+        x = pow(witness, odd, n)
+        if x == 1:
+            return True
+        for _ in range(twos):  # the square root of 1 that comes before it must be -1
+            if x == n - 1:
+                return True
+            x = x * x % n
+        return False
+
+    return all(passes(witness) for witness in _WITNESSES)
 
 
 @dataclass(frozen=True)
@@ -83,21 +104,13 @@ def multipliers(layer: int, count: int, vocabulary: int) -> Int64[np.ndarray, " 
 def layouts(cfg: Config) -> tuple[Layout, ...]:
     """The layout of each Engram layer, derived and checked against engram_num_embeddings.
 
-    Layer by layer, each n-gram size restarts at engram_vocab_size - 1 and takes the next primes that nobody has taken.
+    Layer by layer, each n-gram size takes for each of its heads the next prime from engram_vocab_size on that nobody
+    has taken: together, consecutive ones.
     """
-    taken: set[int] = set()
+    primes = filter(is_prime, count(cfg.engram_vocab_size))
     found = []
     for slot, layer in enumerate(cfg.engram_layer_ids):
-        primes = []
-        for _ in range(cfg.engram_max_ngram_size - 1):
-            n = cfg.engram_vocab_size - 1
-            for _ in range(cfg.engram_n_heads):
-                n += 1
-                while n in taken or not _is_prime(n):
-                    n += 1
-                taken.add(n)
-                primes.append(n)
-        array = np.array(primes, np.int64)
+        array = np.fromiter(islice(primes, cfg.engram_columns), np.int64, cfg.engram_columns)
         odd = multipliers(layer, cfg.engram_max_ngram_size, cfg.engram_compressed_vocab_size)
         layout = Layout(odd, array, np.cumsum(array) - array)
         if layout.rows != cfg.engram_num_embeddings[slot]:

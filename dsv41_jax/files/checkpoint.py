@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from jax.sharding import Mesh
 
 from dsv41_jax.engine.tables import DeviceTable, Table
-from dsv41_jax.files.directory import Progress, is_orbax, locate
+from dsv41_jax.files.directory import Progress, is_hub, is_orbax, locate
 from dsv41_jax.files.load import Loaded, Source
 from dsv41_jax.files.safetensors import Checkpoint
 from dsv41_jax.nn.transformer import Transformer
@@ -40,7 +40,10 @@ class Stored(Source, Protocol):
 
 def open_checkpoint(path_or_name: str | Path, *, headers_only: bool = False) -> Stored:
     """A directory of either layout, the bundled `tiny`, or `hf://owner/name[@revision]`. With `headers_only`
-    safetensors files may end behind their headers. Raises CheckpointError, ConfigError."""
+    safetensors files may end behind their headers, and of the hub's no data are downloaded. Raises CheckpointError,
+    ConfigError."""
+    if headers_only and is_hub(path_or_name):
+        return Checkpoint(path_or_name, headers_only=True)  # what is published is of the released layout
     directory = locate(path_or_name)
     if not is_orbax(directory):
         return Checkpoint(directory, headers_only=headers_only)

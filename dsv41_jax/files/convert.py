@@ -33,6 +33,7 @@ from dsv41_jax.files.orbax import HEADERS, MANIFEST, TABLES, OrbaxCheckpoint
 from dsv41_jax.files.orbax_writer import Writer, require_replaceable
 from dsv41_jax.files.safetensors import Checkpoint, parse_header
 from dsv41_jax.nn.transformer import abstract_parameters
+from dsv41_jax.untrusted import read
 
 SINGLE_FILE_BYTES = 5_000_000_000
 # The order of the safetensors package: its own list of dtypes, from the last.
@@ -107,7 +108,7 @@ def _write_orbax(source: Path, directory: Path, on_progress: Progress | None) ->
 def _write_safetensors(source: Path, directory: Path, on_progress: Progress | None) -> None:
     checkpoint = OrbaxCheckpoint(source)
     expected = checkpoint.check()
-    headers = {Path(name).name: (source / name).read_bytes() for name in checkpoint.headers()}
+    headers = {Path(name).name: read(source / name) for name in checkpoint.headers()}
     if not headers:
         headers = canonical_headers(expected, lambda name: shard_file(name, checkpoint.config))
         if len(headers) > 1:

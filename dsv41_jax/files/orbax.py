@@ -47,6 +47,7 @@ from dsv41_jax.files.expected import (
 from dsv41_jax.files.load import Loaded, TensorInfo, load_tables
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
 from dsv41_jax.sharding import placements
+from dsv41_jax.untrusted import read
 
 MANIFEST, PARAMETERS, TABLES, HEADERS = (f"{ROOT}/{name}" for name in ("MANIFEST", "parameters", "engram", "headers"))
 FORMAT = 1
@@ -86,7 +87,7 @@ class Manifest:
     def read(cls, directory: Path) -> Manifest:
         """The manifest of a directory. Raises CheckpointError when it is missing, damaged or of another format."""
         try:
-            body, _, digest = (directory / MANIFEST).read_bytes().rpartition(b"\n")
+            body, _, digest = read(directory / MANIFEST).rpartition(b"\n")
         except OSError as error:
             raise CheckpointError(directory, [f"{MANIFEST}: cannot be read ({error.strerror}); incomplete?"]) from None
         if hashlib.sha256(body).hexdigest().encode() != digest:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -19,31 +18,28 @@ import numpy as np
 from safetensors import TensorSpec, serialize
 
 from dsv41_jax.config import Config
-from dsv41_jax.files.directory import CheckpointError, is_inside, locate
+from dsv41_jax.files.directory import CheckpointError, hub_headers, is_hub, is_inside, locate
 from dsv41_jax.files.expected import DTYPES, Expected, expected_tensors
 from dsv41_jax.files.inventory import misplaced
 from dsv41_jax.files.load import TensorInfo, load, load_tables
 from dsv41_jax.nn.transformer import Transformer
+from dsv41_jax.untrusted import JSON_BYTES, cut, read, regular_size, shown, unique
 
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-    if repeated:
-        raise ValueError(f"names {', '.join(repeated)} more than once")
-    return dict(pairs)
+MOST_AXES = 32  # NumPy has no more
 
 
 def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInfo | str:
     """A header entry checked against the file, or what is wrong with it."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        whole = isinstance(dtype, str) and len(shape) <= MOST_AXES
+        whole = whole and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
         return f"{name}: malformed header entry in {file.name}"
     if dtype not in DTYPES:
-        return f"{name}: unknown dtype {dtype}"
+        return f"{name}: unknown dtype {cut(str(dtype))}"
     if not start <= stop <= size - data:
         return f"{name}: offsets {start}..{stop} lie outside the {size - data} data bytes of {file.name}"
     if stop - start != prod(shape) * DTYPES[dtype].itemsize:
@@ -63,10 +59,12 @@ class Header(NamedTuple):
 def read_header(file: Path, *, headers_only: bool = False) -> Header:
     """The header of a file. Reads no data; with `headers_only` the file need not hold any."""
     try:
-        size = file.stat().st_size
+        size = regular_size(file)
         with file.open("rb") as stream:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if 8 + JSON_BYTES < 8 + length <= size:
+                return Header({}, [f"{file.name}: header of {length} bytes, more than {JSON_BYTES}"], {})
             if not 2 <= length <= size - 8:
                 said = f"truncated or no safetensors file (header of {length} bytes, file of {size})"
                 return Header({}, [f"{file.name}: {said}"], {})
@@ -78,13 +76,19 @@ def read_header(file: Path, *, headers_only: bool = False) -> Header:
 def parse_header(file: Path, text: bytes, size: int | None) -> Header:
     """The header `text`, behind its 8 bytes of length, of a file of `size` bytes; None: the data are not there yet."""
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         return Header({}, [f"{file.name}: unreadable header ({error})"], {})
     if not isinstance(header, dict):
         return Header({}, [f"{file.name}: unreadable header (not a JSON object)"], {})
+    return check_header(file, header, 8 + len(text), size)
+
+
+def check_header(file: Path, header: dict[str, Any], data: int, size: int | None) -> Header:
+    """The entries of a header, whose data begin at byte `data` of a file of `size` bytes, checked against each other
+    and the file."""
     metadata = header.pop("__metadata__", None)
-    data, held = 8 + len(text), 1 << 62 if size is None else size
+    held = 1 << 62 if size is None else size
     checked = {name: _entry(file, name, entry, data, held) for name, entry in header.items()}
     problems = [entry for entry in checked.values() if isinstance(entry, str)]
     tensors = {name: entry for name, entry in checked.items() if isinstance(entry, TensorInfo)}
@@ -123,8 +127,9 @@ class Checkpoint:
     parameters, tables = load, load_tables
 
     def __init__(self, path: str | Path, *, headers_only: bool = False):
-        self.path = locate(path)
+        self.path = locate(path, headers_only=headers_only)
         self._headers_only = headers_only  # the files may end behind their headers
+        self._remote = hub_headers(str(path), self.path) if headers_only and is_hub(path) else None
         self.config = Config.from_pretrained(self.path)
         self.placed: dict[str, str] = {}  # the shard of each tensor, where an index gives it
         self.unread: set[str] = set()  # tensors that an index places where they cannot be read
@@ -133,27 +138,34 @@ class Checkpoint:
     def _headers(self) -> tuple[dict[str, TensorInfo], list[str]]:
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if not index.exists():
-            if not single.exists():
+            if not (single.exists() if self._remote is None else single.name in self._remote):
                 return {}, [f"neither {single.name} nor {index.name} is there"]
-            return read_header(single, headers_only=self._headers_only)[:2]
+            return self._header(single)[:2]
         try:
-            document = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+            document = json.loads(read(index).decode("utf-8"), object_pairs_hook=unique)
             placed = dict(document["weight_map"])
             files = sorted(set(placed.values()))
             bad = [file for file in files if not isinstance(file, str) or "/" in file or not is_inside(file)]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return {}, [f"{index.name}: unreadable index ({error})"]
         if bad:
-            return {}, [f"{index.name}: shard {bad[0]!r} is not the name of a file beside it"]
+            return {}, [f"{index.name}: shard {shown(bad[0])} is not the name of a file beside it"]
         self.placed = placed
         return self._shards(files, document.get("metadata") or {})
+
+    def _header(self, file: Path) -> Header:
+        if self._remote is None:
+            return read_header(file, headers_only=self._headers_only)
+        if file.name not in self._remote:
+            return Header({}, [f"{file.name}: its header was not read at the hub"], {})
+        return check_header(file, dict(self._remote[file.name]), 0, None)
 
     def _shards(self, files: list[str], metadata: Any) -> tuple[dict[str, TensorInfo], list[str]]:
         placed = self.placed
         tensors: dict[str, TensorInfo] = {}
         problems = []
         for file in files:
-            found, wrong, _ = read_header(self.path / file, headers_only=self._headers_only)
+            found, wrong, _ = self._header(self.path / file)
             problems += wrong
             if wrong and not found:
                 self.unread |= {name for name, where in placed.items() if where == file}

@@ -11,6 +11,7 @@ another. The file appears whole or not at all, and is read only if every check p
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dsv41_jax.files.expected import DTYPES, dotted, flat_parameters
 from dsv41_jax.files.safetensors import read_header, write_tensors
 from dsv41_jax.nn.transformer import Transformer
 from dsv41_jax.numerics import Numerics
+from dsv41_jax.untrusted import cut, few, shown
 
 KIND = "dsv41-jax cache snapshot 2"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -65,7 +67,7 @@ def fingerprint(params: Transformer, engram: EngramLookup | None) -> str:
 
 def identity(cfg: Config, numerics: Numerics, model: str) -> Identity:
     """What a snapshot must agree in with the model that reads it; `model` is its fingerprint."""
-    settings = {name: value for name, value in vars(cfg).items() if name != "json_text"}
+    settings = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.compare}
     config = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     return {"kind": KIND, "config": config, "model": model, "numerics": numerics.name}
 
@@ -108,18 +110,19 @@ def read_snapshot(path: Path, cfg: Config, about: Identity) -> Snapshot:
     wanted = list(ratios)
     for key, value in about.items():
         if meta.get(key) != value:
-            raise SnapshotError(path, f"belongs to another {key}: {meta.get(key)}, here {value}")
+            raise SnapshotError(path, f"belongs to another {key}: {cut(str(meta.get(key)))}, here {value}")
     if sorted(infos) != sorted(wanted):
-        raise SnapshotError(path, f"holds {', '.join(sorted(infos))}, expected {', '.join(sorted(wanted))}")
+        raise SnapshotError(path, f"holds {few(sorted(infos), ', ')}, expected {few(sorted(wanted), ', ')}")
     arrays = {name: np.array(info.mapped()) for name, info in infos.items()}
     found = meta.pop("sha256", None)
     if found != (right := _checksum(meta, arrays)):
-        raise SnapshotError(path, f"is damaged: its content has SHA-256 {right}, the header says {found}")
+        raise SnapshotError(path, f"is damaged: its content has SHA-256 {right}, the header says {cut(str(found))}")
     lengths = meta.get("lengths")
     if not isinstance(lengths, list) or not all(type(n) is int and 0 <= n < 1 << 31 for n in lengths):
-        raise SnapshotError(path, f"lengths {lengths} are not numbers of tokens")
+        raise SnapshotError(path, f"lengths {shown(lengths)} are not numbers of tokens")
     for name, ratio in ratios.items():
         if arrays[name].shape[:2] != (needed := (len(lengths), max(lengths, default=0) // ratio)):
-            raise SnapshotError(path, f"{name} is {list(arrays[name].shape[:2])}, {lengths} tokens need {list(needed)}")
+            held, told = list(arrays[name].shape[:2]), shown(lengths)
+            raise SnapshotError(path, f"{name} is {held}, {told} tokens need {list(needed)}")
     pairs = tuple((arrays[main], arrays[keys]) for main, keys in zip(wanted[::2], wanted[1::2], strict=True))
     return Snapshot(np.array(lengths, np.int32), pairs)
