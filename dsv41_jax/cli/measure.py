@@ -6,7 +6,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dsv41_jax.cli import lengths_of, load_model, model_options, waiting
+from dsv41_jax.cli import lengths_of
+from dsv41_jax.cli.options import load_model, model_options
+from dsv41_jax.cli.terminal import waiting
 from dsv41_jax.measure import measure_context, measure_costs, with_positions
 
 

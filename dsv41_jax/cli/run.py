@@ -10,10 +10,11 @@ from zipfile import BadZipFile
 import click
 import jax
 import numpy as np
-from rich.console import Console
 
-from dsv41_jax.cli import STDERR, load_model, model_options, prefill_option, waiting
+from dsv41_jax.cli import text_of
+from dsv41_jax.cli.options import load_model, model_options, prefill_option, seed_option
 from dsv41_jax.cli.show import plan_table
+from dsv41_jax.cli.terminal import note, say, show, waiting
 from dsv41_jax.engine.schedule import CostTable
 from dsv41_jax.files.arrays import to_host, write_npz
 from dsv41_jax.files.directory import locate
@@ -26,17 +27,17 @@ from dsv41_jax.model import Model
 @click.option("--max-new-tokens", default=64, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="0: greedy")
 @click.option("--top-p", default=1.0, show_default=True)
-@click.option("--seed", default=0, show_default=True)
+@seed_option
 @click.option("--draft", is_flag=True, help="let the drafter guess ahead; the output keeps its distribution")
 @click.option("--cost", type=click.Path(path_type=Path), help="cost table of `dsv41 profile`: verify what pays")
 @prefill_option
 @model_options
 def generate(ckpt: str, prompt: str, numerics: str, backend: str, cost: Path | None, **sampling: Any) -> None:
     """Continue a text, streaming it to stdout."""
-    table = None if cost is None else CostTable.read(cost)
+    prompt, table = text_of("prompt", prompt), None if cost is None else CostTable.read(cost)
     model = load_model(ckpt, numerics, backend)
     with waiting("prefill") as ready:
-        stream_text(model, prompt, on_first=ready, cost=table, **sampling)
+        stream_text(model, prompt, on_first=ready.stop, cost=table, **sampling)
 
 
 @click.command()
@@ -48,7 +49,7 @@ def generate(ckpt: str, prompt: str, numerics: str, backend: str, cost: Path | N
 @click.option("--effort", type=click.Choice(["low", "high", "xhigh", "max"]), help="reasoning effort")
 @click.option("--max-new-tokens", default=1024, show_default=True)
 @click.option("--temperature", type=float, help="default: what DeepSeek's encoder resolves")
-@click.option("--seed", default=0, show_default=True)
+@seed_option
 @click.option("--draft", is_flag=True, help="let the drafter guess ahead")
 @prefill_option
 @model_options
@@ -63,24 +64,24 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk to the model; reasoning goes to stderr, answers to stdout."""
+    system = system and text_of("system", system)
+    message = message and text_of("message", message)
     model = load_model(ckpt, numerics, backend)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     turns: Iterable[str] = sys.stdin if message is None else [message]
 
     def write(kind: str, text: str) -> None:
-        stream = sys.stdout if kind == "content" else sys.stderr
-        stream.write(text)
-        stream.flush()
+        (say if kind == "content" else note)(text, end="")
 
     for turn in turns:
         parts = [{"type": "image", "image": image} for image in images] if len(messages) <= bool(system) else []
-        text = turn.rstrip("\n")
+        text = text_of("message", turn.rstrip("\n"))
         content = [*parts, {"type": "text", "text": text}] if parts else text
         messages.append({"role": "user", "content": content})
         reply = model.chat(messages, reasoning_effort=effort, on_delta=write, **options)
-        sys.stdout.write("\n")
+        say("")
         for name, arguments in reply.tool_calls:
-            sys.stdout.write(f"call {name} {arguments}\n")
+            say(f"call {name} {arguments}")
         messages.append({"role": "assistant", "content": reply.content})
 
 
@@ -98,20 +99,19 @@ def stream_text(
         if not times:
             on_first()
         times.append(time.perf_counter())
-        sys.stdout.write(stream.step(model.tokenizer, token) or "")  # type: ignore[arg-type]
-        sys.stdout.flush()
+        say(stream.step(model.tokenizer, token) or "", end="")  # type: ignore[arg-type]
 
     def count(_: np.ndarray, stands: np.ndarray) -> None:
         accepted.extend(stands.tolist())
 
     model.generate([prompt], max_new_tokens, on_token=write, on_step=count, **sampling)
-    sys.stdout.write("\n")
+    say("")
     # The first decode step compiles, so the speed is that of the steps after it.
     if len(times) > 2:
         rate = (len(times) - 2) / (times[-1] - times[1])
-        STDERR.print(f"{len(times)} tokens, {rate:.1f} tokens/s after compilation on {jax.devices()[0].device_kind}")
+        note(f"{len(times)} tokens, {rate:.1f} tokens/s after compilation on {jax.devices()[0].device_kind}")
     if accepted:
-        STDERR.print(f"{np.mean(accepted):.2f} of the drafts accepted a step, {len(accepted)} steps")
+        note(f"{np.mean(accepted):.2f} of the drafts accepted a step, {len(accepted)} steps")
 
 
 @click.command()
@@ -142,25 +142,23 @@ def logits(ckpt: str, tokens: str, out: str, taps: str, numerics: str, backend: 
         values, _, seen = model(ids, taps=[name for name in taps.split(",") if name])
         arrays = {name: to_host(value) for name, value in {"logits": values, **seen}.items()}
     write_npz(Path(out), arrays)
-    STDERR.print(
-        f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()), soft_wrap=True
-    )
+    note(f"{out}: " + ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items()))
 
 
 @click.command()
 def demo() -> None:
     """The bundled checkpoint: its layer plan, the parity of its logits with the released program's, a generation."""
     model = load_model("tiny", "float32")
-    Console().print(plan_table(model.config))
+    show(plan_table(model.config))
     with waiting("prefill and decode"):
         error, largest, positions = demo_parity(model, locate("tiny"))
-    print(f"\nLogits in float32 against the released program's, {positions} positions, prefill and decode:")
-    print(f"largest absolute difference {error:.1e} (logits reach {largest:.1f})\n")
+    say(f"\nLogits in float32 against the released program's, {positions} positions, prefill and decode:")
+    say(f"largest absolute difference {error:.1e} (logits reach {largest:.1f})\n")
     if not error <= 1e-4:
         raise click.ClickException(f"logits differ from the released program's by {error:.1e}, more than 1e-4")
-    print("Greedy continuation of 'The cafe' (the weights are random, and so is the text):")
+    say("Greedy continuation of 'The cafe' (the weights are random, and so is the text):")
     with waiting("generation") as ready:
-        stream_text(model, "The cafe", max_new_tokens=48, on_first=ready)
+        stream_text(model, "The cafe", max_new_tokens=48, on_first=ready.stop)
 
 
 def demo_parity(model: Model, directory: Path) -> tuple[float, float, int]:
