@@ -5,50 +5,66 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
 from dsv41_jax.cli.terminal import STDERR, note
 
-__all__ = ["STDERR", "app", "fail", "lengths_of", "main", "number_of", "text_of"]
+__all__ = ["STDERR", "app", "fail", "lengths_of", "main", "number_of", "prompt_of", "text_of"]
 COMMANDS = {  # the module of each: imported when the command is asked for, or listed
-    "info": "show", "verify": "show", "convert": "show", "generate": "run", "chat": "run", "logits": "run",
+    "info": "show", "verify": "show", "convert": "show", "generate": "run", "chat": "chat", "logits": "run",
     "demo": "run", "profile": "measure", "context": "measure",
 }  # fmt: skip
+UNITS = {"k": 1 << 10, "m": 1 << 20}
 LARGEST_NUMBER = (1 << 31) - 1  # positions are 32-bit integers
 
 
 def number_of(text: str, minimum: int = 0) -> int:
-    """A number of tokens. Raises ValueError for anything else."""
-    if not text.isdecimal() or int(text) < minimum:
-        raise ValueError(f"{text!r} is not a number of at least {minimum}")
-    if int(text) > LARGEST_NUMBER:
-        raise ValueError(f"{text} is more than {LARGEST_NUMBER}")
-    return int(text)
+    """A number of tokens: `4096`, `64k` (65,536), `1M` (1,048,576). Raises ValueError for anything else."""
+    given = text.strip()
+    unit = UNITS.get(given[-1:].lower(), 1)
+    digits = given if unit == 1 else given[:-1]
+    if not digits.isdecimal() or int(digits) < minimum:
+        raise ValueError(f"{text!r} is not a number of at least {minimum}, as 4096, 64k or 1M")
+    if int(digits) * unit > LARGEST_NUMBER:
+        raise ValueError(f"{given} is more than {LARGEST_NUMBER}")
+    return int(digits) * unit
 
 
 def lengths_of(text: str) -> list[int]:
     """Comma-separated numbers of tokens. Raises ValueError for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"tokens: {text!r} is not a comma-separated list of numbers of at least 1")
     try:
-        return [number_of(part, 1) for part in parts]
+        return [number_of(part, 1) for part in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"tokens: {error}") from None
+        if "more than" in str(error):
+            raise ValueError(f"tokens: {error}") from None
+        raise ValueError(f"tokens: {text!r} is not a comma-separated list of numbers of at least 1") from None
 
 
 def text_of(name: str, given: str) -> str:
     """A text of the command line, in UTF-8 whatever the locale. Raises ValueError for other bytes."""
-    try:
-        given.encode()
+    if not any("\ud800" <= one <= "\udfff" for one in given):
         return given
-    except UnicodeEncodeError:  # bytes that the locale does not know were kept as half characters
-        pass
-    try:
+    try:  # bytes that the locale does not know are kept as half characters
         return os.fsencode(given).decode()
     except UnicodeError:
         raise ValueError(f"{name}: {given!r} is not UTF-8") from None
+
+
+def prompt_of(given: str) -> str:
+    """The text of `--prompt`: itself, of standard input (`-`) or of a file (`@FILE`) without its last newline; `@@text`
+    is `@text`. Raises ValueError, OSError."""
+    if given.startswith("@@"):
+        return text_of("prompt", given[1:])
+    if given != "-" and not given.startswith("@"):
+        return text_of("prompt", given)
+    raw = sys.stdin.buffer.read() if given == "-" else Path(given[1:]).read_bytes()
+    try:
+        return raw.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        where = "standard input" if given == "-" else given[1:]
+        raise ValueError(f"prompt: {where} is not UTF-8 (byte {raw[error.start]:#x} at {error.start})") from None
 
 
 @contextmanager

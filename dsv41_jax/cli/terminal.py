@@ -94,9 +94,9 @@ def waiting(what: str) -> Iterator[Spinner]:
 
 
 def show(table: Table) -> None:
-    """A table on stdout. Where the terminal is narrower than its words are, it wraps lines; none is cut."""
+    """A table on stdout. A terminal that is narrower wraps its lines; no cell is cut."""
     console = Console(markup=False)
-    console.width = max(console.width, console.measure(table).minimum)
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=1 << 10)).maximum)
     console.print(table)
 
 
