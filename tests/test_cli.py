@@ -280,3 +280,18 @@ def test_lengths_that_are_no_numbers_of_tokens_give_one_line(given):
     with pytest.raises(ValueError, match=f"^tokens: '{given}' is not a comma-separated list of numbers of at least 1$"):
         cli.lengths_of(given)
     assert cli.lengths_of("8, 1024") == [8, 1024]
+
+
+def test_no_table_is_cut_however_narrow_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("info", "tiny", "--mesh", "data=2") == 0
+    out = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "20")
+    assert run("info", "tiny", "--mesh", "data=2") == 0
+    narrow = capsys.readouterr().out
+    plan = out.split("Parts")[0].splitlines()
+    assert max(map(len, plan)) <= 60
+    for text in (out, narrow):
+        assert "…" not in text
+        for word in ("reindex", "publishes", "obeys", "Engram", "candidates", "engram tables, 'sharded'", "34,320 in"):
+            assert word in text

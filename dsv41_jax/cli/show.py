@@ -25,6 +25,8 @@ def info(ckpt: str, mesh_text: str | None) -> None:
     """Layer plan, parameters and bytes of CKPT, if all its tensors are there: from headers alone, so files may end
     behind them. `flash` is the released config, without any files."""
     mesh = None if mesh_text is None else described_mesh(mesh_text)
+    if not ckpt:
+        raise ValueError("CKPT: '' is no checkpoint")
     if ckpt == "flash":
         cfg = Config.flash()
         expected = expected_tensors(cfg)
@@ -76,12 +78,13 @@ def convert(src: str, dst: str, to: str | None, overwrite: bool) -> None:
 def plan_table(cfg: Config) -> Table:
     """The layer plan: what each layer is and where it reads."""
     table = Table(box=None, pad_edge=False, title="Layer plan", title_justify="left")
-    for heading in ("layer", "mode", "ratio", "KV from", "ids from", "candidates", "Engram", "draft feature"):
-        table.add_column(heading, justify="right" if heading in ("layer", "ratio") else "left")
+    headings = ("layer", "mode", "ratio", "KV\nfrom", "ids\nfrom", "candidates", "Engram\ntable", "draft")
+    for heading in headings:  # 60 columns in all
+        table.add_column(heading, justify="right" if heading in ("layer", "ratio") else "left", no_wrap=True)
     for plan in cfg.layers:
         pool = "publishes" if plan.publishes_candidates else "obeys" if plan.obeys_candidates else ""
         sources = ("" if source is None else str(source) for source in (plan.kv_source, plan.index_source))
-        slot = "" if plan.engram_slot is None else f"table {plan.engram_slot}"
+        slot = "" if plan.engram_slot is None else str(plan.engram_slot)
         table.add_row(
             str(plan.id), plan.mode, str(plan.ratio), *sources, pool, slot, "yes" if plan.draft_feature else ""
         )
