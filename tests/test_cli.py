@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from dsv41_jax import Config, cli
-from dsv41_jax.cli import show
+from dsv41_jax.cli import show, terminal
 
 TINY = ROOT / "dsv41_jax/data/tiny"
 
@@ -95,11 +95,20 @@ def test_logits_file_holds_the_models_logits_and_taps(tokens, tmp_path, tiny):
         (["info", "tiny", "--mesh", "expert=5"], "axis 'experts' of 6 does not divide over mesh axis 'expert' of 5"),
         (["info", "tiny", "--mesh", "expert"], "mesh: 'expert' is not NAME=SIZE"),
         (["info", "tiny", "--mesh", "tensor=2"], "mesh: axis 'tensor' is not one of"),
+        (["info", "flash", "--mesh", "data=99999999999999999999"], "is of more than 1,048,576 devices"),
+        (["info", "flash", "--mesh", "data=1048576,expert=1048576"], "is of more than 1,048,576 devices"),
         (["info", "hf://nonsense"], "is not of the form hf://owner/name"),
         (["generate", "tiny"], "--prompt"),
         (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "many"], "many"),
         (["generate", "tiny", "--prompt", "a", "--numerics", "float16"], "float16"),
         (["generate", "tiny", "--prompt", "a", "--backend", "pallas"], "needs a GPU, the default device is cpu"),
+        (["generate", "tiny", "--prompt", "\udcff\udcfe"], r"prompt: '\udcff\udcfe' is not UTF-8"),
+        (["generate", "tiny", "--prompt", "\ud800"], r"prompt: '\ud800' is not UTF-8"),
+        (["chat", "tiny", "--message", "\udcff"], r"message: '\udcff' is not UTF-8"),
+        (["chat", "tiny", "--message", "a", "--system", "\udcff"], r"system: '\udcff' is not UTF-8"),
+        (["generate", "tiny", "--prompt", "a", "--seed", str(1 << 32)], "4294967296 is not in the range"),
+        (["chat", "tiny", "--message", "a", "--seed", "-1"], "-1 is not in the range"),
+        (["context", "tiny", "--tokens", "16,99999999999"], "tokens: 99999999999 is more than 2147483647"),
         (["generate", "tiny", "--prompt", "a", "--top-p", "0"], "top_p: 0.0"),
         (["generate", "tiny", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0"),
         (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "100000"], "max_position_embeddings 128"),
@@ -114,6 +123,58 @@ def test_bad_input_is_one_line_on_stderr_and_status_2(arguments, said, capsys, t
     line = error_line(capsys)
     assert line.startswith("error: ")
     assert said in line
+
+
+@pytest.mark.parametrize("kind", [MemoryError, OverflowError, RuntimeError, TypeError, KeyError])
+def test_what_no_check_foresaw_is_one_line_too(kind, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise kind("of\nthis kind \x1b]0;title\x07")
+
+    monkeypatch.setattr(show, "open_checkpoint", fails)
+    assert run("info", "tiny") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {kind.__name__}: ")
+    assert "\x1b" not in line and "\x07" not in line
+
+
+@pytest.mark.parametrize("where", ["import_module", "open_checkpoint"])
+def test_an_interrupt_is_one_line_and_status_130(where, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show if where == "open_checkpoint" else cli.importlib, where, interrupted)
+    assert run("info", "tiny") == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_the_first_line_on_a_stderr_that_is_no_terminal_is_the_error(capsys):
+    assert run("generate", "tiny", "--prompt", "a", "--max-new-tokens", "100000") == 2  # behind a load and a prefill
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_bytes_of_a_prompt_are_utf8_whatever_the_locale():
+    assert cli.text_of("prompt", "é") == "é"
+    assert cli.text_of("prompt", "é".encode().decode("ascii", "surrogateescape")) == "é"
+
+
+def test_control_characters_are_shown_and_not_sent():
+    every = "".join(map(chr, range(0x180))) + "\ud800\udfff"
+    shown = terminal.visible(every)
+    assert not [one for one in shown if one not in "\n\t" and (ord(one) < 32 or 127 <= ord(one) < 160)]
+    assert shown.encode().decode() == shown
+    assert r"\x0e\x0f" in shown and r"\x1b" in shown and r"\x7f\x80" in shown and r"\x9f" in shown
+    assert terminal.visible("a\n\tb [é] \\x1b") == "a\n\tb [é] \\x1b"
+
+
+def test_names_in_files_do_not_reach_the_terminal_as_they_are(tmp_path, capsys):
+    shutil.copytree(TINY, tmp_path / "evil", ignore=shutil.ignore_patterns("model.safetensors"))
+    index = {"weight_map": {"a\x1b]0;pwned\x07": "model.safetensors", "b\x9b2J": "model.safetensors"}}
+    (tmp_path / "evil/model.safetensors.index.json").write_text(json.dumps(index))
+    for command, status in (("verify", 1), ("info", 2), ("generate", 2)):
+        assert run(command, str(tmp_path / "evil"), *(["--prompt", "a"] if command == "generate" else [])) == status
+        captured = capsys.readouterr()
+        assert not set(captured.out + captured.err) & set("\x1b\x07\x9b")
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", None])
@@ -211,6 +272,7 @@ def test_demo_runs_in_a_process_of_its_own_and_streams_a_text():
     difference = float(done.stdout.split("largest absolute difference ")[1].split()[0])
     assert difference <= 1e-4
     assert "tokens/s" in done.stderr
+    assert done.stderr.splitlines()[0] and not set(done.stdout + done.stderr) & set("\x0e\x0f\x1b")
 
 
 @pytest.mark.parametrize("given", ["abc", "12,", "0", "-3", "1.5"])
@@ -218,3 +280,18 @@ def test_lengths_that_are_no_numbers_of_tokens_give_one_line(given):
     with pytest.raises(ValueError, match=f"^tokens: '{given}' is not a comma-separated list of numbers of at least 1$"):
         cli.lengths_of(given)
     assert cli.lengths_of("8, 1024") == [8, 1024]
+
+
+def test_no_table_is_cut_however_narrow_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("info", "tiny", "--mesh", "data=2") == 0
+    out = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "20")
+    assert run("info", "tiny", "--mesh", "data=2") == 0
+    narrow = capsys.readouterr().out
+    plan = out.split("Parts")[0].splitlines()
+    assert max(map(len, plan)) <= 60
+    for text in (out, narrow):
+        assert "…" not in text
+        for word in ("reindex", "publishes", "obeys", "Engram", "candidates", "engram tables, 'sharded'", "34,320 in"):
+            assert word in text

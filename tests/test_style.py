@@ -19,7 +19,7 @@ ORDER = (
     "engine.programs engine.chunks engine.engine engine.decode engine.chat engine.__init__ "
     "files.arrays files.directory files.expected files.inventory files.load files.safetensors files.snapshot "
     "files.orbax files.orbax_writer files.checkpoint files.convert files.__init__ model __init__ measure "
-    "cli.__init__ cli.show cli.run cli.measure __main__"
+    "cli.terminal cli.__init__ cli.options cli.show cli.run cli.chat cli.measure __main__"
 ).split()
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

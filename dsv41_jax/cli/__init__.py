@@ -1,81 +1,79 @@
 """`dsv41`: look at a checkpoint, generate from it, write its logits. Results on stdout, progress on stderr."""
 
 import importlib
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
-from dsv41_jax.model import Model
-from dsv41_jax.numerics import NUMERICS
+from dsv41_jax.cli.terminal import STDERR, note
 
-STDERR = Console(stderr=True, markup=False)  # names of files may hold brackets
+__all__ = ["STDERR", "app", "fail", "lengths_of", "main", "number_of", "prompt_of", "text_of"]
 COMMANDS = {  # the module of each: imported when the command is asked for, or listed
-    "info": "show", "verify": "show", "convert": "show", "generate": "run", "chat": "run", "logits": "run",
+    "info": "show", "verify": "show", "convert": "show", "generate": "run", "chat": "chat", "logits": "run",
     "demo": "run", "profile": "measure", "context": "measure",
 }  # fmt: skip
-
-prefill_option = click.option(
-    "--prefill",
-    default="full",
-    show_default=True,
-    type=click.Choice(["full", "replay"]),
-    help="replay: an approximation that runs the upper layers on the end of the prompt alone",
-)
-numerics_option = click.option(
-    "--numerics", default="reference", show_default=True, type=click.Choice(list(NUMERICS)), help="arithmetic by name"
-)
-backend_option = click.option(
-    "--backend", default="xla", show_default=True, type=click.Choice(["xla", "pallas"]), help="pallas: the GPU kernels"
-)
+UNITS = {"k": 1 << 10, "m": 1 << 20}
+LARGEST_NUMBER = (1 << 31) - 1  # positions are 32-bit integers
 
 
-def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What `load_model` takes."""
-    return numerics_option(backend_option(command))
-
-
-@contextmanager
-def progress(what: str, counter: ProgressColumn) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, advanced by what it is given: done, total, the name of the newest."""
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        counter,
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[name]}", markup=False),
-    )
-    with Progress(*columns, console=STDERR, transient=True) as bar:
-        task = bar.add_task("", total=None, name="")
-
-        def advance(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, name=name)
-
-        yield advance
-
-
-def load_model(path: str, numerics: str, backend: str = "xla") -> Model:
-    """`Model.from_pretrained` behind a progress bar."""
-    with progress("loading", MofNCompleteColumn()) as advance:
-        return Model.from_pretrained(path, numerics=numerics, backend=backend, on_progress=advance)
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[Callable[[], None]]:
-    """A spinner on stderr until the body ends or calls what it is given."""
-    with STDERR.status(f"{what} (the first time compiles)") as status:
-        yield status.stop
+def number_of(text: str, minimum: int = 0) -> int:
+    """A number of tokens: `4096`, `64k` (65,536), `1M` (1,048,576). Raises ValueError for anything else."""
+    given = text.strip()
+    unit = UNITS.get(given[-1:].lower(), 1)
+    digits = given if unit == 1 else given[:-1]
+    if not digits.isdecimal() or int(digits) < minimum:
+        raise ValueError(f"{text!r} is not a number of at least {minimum}, as 4096, 64k or 1M")
+    if int(digits) * unit > LARGEST_NUMBER:
+        raise ValueError(f"{given} is more than {LARGEST_NUMBER}")
+    return int(digits) * unit
 
 
 def lengths_of(text: str) -> list[int]:
     """Comma-separated numbers of tokens. Raises ValueError for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"tokens: {text!r} is not a comma-separated list of numbers of at least 1")
-    return [int(part) for part in parts]
+    try:
+        return [number_of(part, 1) for part in text.split(",")]
+    except ValueError as error:
+        if "more than" in str(error):
+            raise ValueError(f"tokens: {error}") from None
+        raise ValueError(f"tokens: {text!r} is not a comma-separated list of numbers of at least 1") from None
+
+
+def text_of(name: str, given: str) -> str:
+    """A text of the command line, in UTF-8 whatever the locale. Raises ValueError for other bytes."""
+    if not any("\ud800" <= one <= "\udfff" for one in given):
+        return given
+    try:  # bytes that the locale does not know are kept as half characters
+        return os.fsencode(given).decode()
+    except UnicodeError:
+        raise ValueError(f"{name}: {given!r} is not UTF-8") from None
+
+
+def prompt_of(given: str) -> str:
+    """The text of `--prompt`: itself, of standard input (`-`) or of a file (`@FILE`) without its last newline; `@@text`
+    is `@text`. Raises ValueError, OSError."""
+    if given.startswith("@@"):
+        return text_of("prompt", given[1:])
+    if given != "-" and not given.startswith("@"):
+        return text_of("prompt", given)
+    raw = sys.stdin.buffer.read() if given == "-" else Path(given[1:]).read_bytes()
+    try:
+        return raw.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        where = "standard input" if given == "-" else given[1:]
+        raise ValueError(f"prompt: {where} is not UTF-8 (byte {raw[error.start]:#x} at {error.start})") from None
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as click's Abort, before click answers it with an empty line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.Abort from None
 
 
 class Commands(click.Group):
@@ -89,7 +87,13 @@ class Commands(click.Group):
         """A command from its module."""
         if cmd_name not in COMMANDS:
             return None
-        return getattr(importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}"), cmd_name)
+        with interruptible():
+            return getattr(importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}"), cmd_name)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command."""
+        with interruptible():
+            return super().invoke(ctx)
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -107,13 +111,15 @@ def main(arguments: list[str] | None = None) -> None:
         click.echo(error.format_message())
     except click.ClickException as error:
         fail(error.format_message())
-    except (ValueError, OSError, NotImplementedError) as error:
-        fail(str(error))
     except (click.Abort, KeyboardInterrupt):
         fail("interrupted", 130)
+    except (ValueError, OSError, NotImplementedError) as error:
+        fail(str(error))
+    except Exception as error:  # what no check foresaw: no memory, no such number, a library's own
+        fail(f"{type(error).__name__}: {error}")
 
 
 def fail(message: str, status: int = 2) -> None:
     """One line on stderr, then exit."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    note(f"error: {' '.join(message.split())}")
     sys.exit(status)

@@ -4,12 +4,11 @@ import sys
 
 import click
 from jax.sharding import AbstractMesh
-from rich.console import Console
 from rich.progress import DownloadColumn
 from rich.table import Table
 
-from dsv41_jax import sharding
-from dsv41_jax.cli import STDERR, progress
+from dsv41_jax.cli.options import described_mesh
+from dsv41_jax.cli.terminal import note, progress, say, show, visible
 from dsv41_jax.config import Config
 from dsv41_jax.engine.tables import PLACEMENTS
 from dsv41_jax.files.checkpoint import open_checkpoint
@@ -25,8 +24,9 @@ from dsv41_jax.nn.transformer import abstract_parameters
 def info(ckpt: str, mesh_text: str | None) -> None:
     """Layer plan, parameters and bytes of CKPT, if all its tensors are there: from headers alone, so files may end
     behind them. `flash` is the released config, without any files."""
-    mesh = None if mesh_text is None else sharding.parse_mesh(mesh_text)
-    console = Console()
+    mesh = None if mesh_text is None else described_mesh(mesh_text)
+    if not ckpt:
+        raise ValueError("CKPT: '' is no checkpoint")
     if ckpt == "flash":
         cfg = Config.flash()
         expected = expected_tensors(cfg)
@@ -34,14 +34,14 @@ def info(ckpt: str, mesh_text: str | None) -> None:
         stored = open_checkpoint(ckpt, headers_only=True)
         cfg, expected = stored.config, stored.check()
     shares = None if mesh is None else device_table(cfg, mesh)
-    console.print(plan_table(cfg))
-    console.print(parts_table(expected))
+    show(plan_table(cfg))
+    show(parts_table(expected))
     if shares is not None:
-        console.print(shares)
+        show(shares)
     decode, prefill = active(expected, cfg)
-    print(f"\nparameters that a generated token uses: {decode:,}; a prompt token: {prefill:,}")
+    say(f"\nparameters that a generated token uses: {decode:,}; a prompt token: {prefill:,}")
     if cfg.unknown_keys:
-        print(f"config keys kept but not known: {', '.join(cfg.unknown_keys)}")
+        say(f"config keys kept but not known: {', '.join(cfg.unknown_keys)}")
 
 
 @click.command()
@@ -56,8 +56,8 @@ def verify(ckpt: str) -> None:
     except CheckpointError as error:
         problems = list(error.problems)
     for problem in problems:
-        print(problem)
-    print(f"{directory}: {arrays:,} tensors, {nbytes:,} bytes, {len(problems)} deviations")
+        say(problem)
+    say(f"{directory}: {arrays:,} tensors, {nbytes:,} bytes, {len(problems)} deviations")
     sys.exit(1 if problems else 0)
 
 
@@ -72,18 +72,19 @@ def convert(src: str, dst: str, to: str | None, overwrite: bool) -> None:
 
     with progress("converting", DownloadColumn()) as advance:
         convert_checkpoint(src, dst, to, overwrite=overwrite, on_progress=advance)
-    STDERR.print(f"{dst}: complete", soft_wrap=True)
+    note(f"{dst}: complete")
 
 
 def plan_table(cfg: Config) -> Table:
     """The layer plan: what each layer is and where it reads."""
     table = Table(box=None, pad_edge=False, title="Layer plan", title_justify="left")
-    for heading in ("layer", "mode", "ratio", "KV from", "ids from", "candidates", "Engram", "draft feature"):
-        table.add_column(heading, justify="right" if heading in ("layer", "ratio") else "left")
+    headings = ("layer", "mode", "ratio", "KV\nfrom", "ids\nfrom", "candidates", "Engram\ntable", "draft")
+    for heading in headings:  # 60 columns in all
+        table.add_column(heading, justify="right" if heading in ("layer", "ratio") else "left", no_wrap=True)
     for plan in cfg.layers:
         pool = "publishes" if plan.publishes_candidates else "obeys" if plan.obeys_candidates else ""
         sources = ("" if source is None else str(source) for source in (plan.kv_source, plan.index_source))
-        slot = "" if plan.engram_slot is None else f"table {plan.engram_slot}"
+        slot = "" if plan.engram_slot is None else str(plan.engram_slot)
         table.add_row(
             str(plan.id), plan.mode, str(plan.ratio), *sources, pool, slot, "yes" if plan.draft_feature else ""
         )
@@ -97,7 +98,7 @@ def parts_table(expected: dict[str, Expected]) -> Table:
     for heading in ("part", "parameters", "bytes"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
     for part in sorted(counts, key=counts.get, reverse=True):
-        table.add_row(part, f"{counts[part]:,}", f"{sizes[part]:,}")
+        table.add_row(visible(part), f"{counts[part]:,}", f"{sizes[part]:,}")
     table.add_row(f"all {len(expected):,} tensors", f"{counts.total():,}", f"{sizes.total():,}")
     return table
 
@@ -110,7 +111,7 @@ def device_table(cfg: Config, mesh: AbstractMesh) -> Table:
     table.add_column("part")
     table.add_column("bytes", justify="right")
     for part, size in sizes.most_common():
-        table.add_row(part, f"{size:,}")
+        table.add_row(visible(part), f"{size:,}")
     table.add_row("all parameters", f"{sizes.total():,}")
     for placement in PLACEMENTS if cfg.engram_layer_ids else ():
         device, host = table_bytes(cfg, placement, mesh.size)
