@@ -112,7 +112,7 @@ def test_logits_file_holds_the_models_logits_and_taps(tokens, tmp_path, tiny):
         (["generate", "tiny", "--prompt", "a", "--top-p", "0"], "top_p: 0.0"),
         (["generate", "tiny", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0"),
         (["generate", "tiny", "--prompt", "a", "--max-new-tokens", "100000"], "max_position_embeddings 128"),
-        (["generate", "tiny", "--prompt", "a", "--cost", "/no/such.json"], "/no/such.json"),
+        (["generate", "tiny", "--prompt", "a", "--draft", "--cost", "/no/such.json"], "/no/such.json"),
         (["logits", "tiny", "--tokens", "/no/such.npz", "--out", "x.npz"], "/no/such.npz"),
         (["logits", "tiny", "--tokens", "TOKENS", "--out", "/no/such/dir/x.npz"], "/no/such/dir/x.npz"),
         (["chat", "tiny", "--message", "hi", "--image", "/no/such.png"], "/no/such.png"),
@@ -192,7 +192,7 @@ def test_bad_token_files_are_named(content, tmp_path, capsys):
 def test_bad_cost_table_is_named(tmp_path, capsys):
     path = tmp_path / "cost.json"
     path.write_text(json.dumps({"tokens": [2], "verify": [], "draft": 1}))
-    assert run("generate", "tiny", "--prompt", "a", "--cost", str(path)) == 2
+    assert run("generate", "tiny", "--prompt", "a", "--draft", "--cost", str(path)) == 2
     assert str(path) in error_line(capsys)
 
 
