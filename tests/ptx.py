@@ -1,7 +1,7 @@
 """A small machine for the PTX of `pallas_kernels.sparse_attention.row_ptx`: what one warpgroup does, without a GPU.
 
 Registers are arrays of 64-bit words, one a thread. Only the instructions that those programs use are known; any other
-raises. EngramLookup is an array of bytes, addresses are its indices.
+raises. Memory is an array of bytes, addresses are its indices.
 """
 
 import re
@@ -88,7 +88,7 @@ class Machine:
     def __init__(self, operands: list[int], memory: np.ndarray, shared: np.ndarray):
         self.registers = {f"${i}": np.full(THREADS, value, U) for i, value in enumerate(operands)}
         self.registers["%tid.x"] = np.arange(THREADS).astype(U)
-        self.engram, self.shared = memory, shared
+        self.memory, self.shared = memory, shared
 
     def value(self, word: str) -> np.ndarray:
         return self.registers[word] if word in self.registers else np.full(THREADS, int(word, 0), np.int64).astype(U)
@@ -107,7 +107,7 @@ class Machine:
         words = [word.strip() for word in args[0].strip("{}").split(",")]
         if op.startswith("ld."):
             size = SIZES[op.rsplit(".", 1)[1]]
-            source, at = self.shared if "shared" in op else self.engram, self.address(args[1])
+            source, at = self.shared if "shared" in op else self.memory, self.address(args[1])
             for k, word in enumerate(words):
                 before = self.registers.get(word, np.zeros(THREADS, U))
                 self.registers[word] = np.where(on, self.load(source, at + size * k, size, on), before)
@@ -119,7 +119,7 @@ class Machine:
         elif op.startswith("cp.async.cg.shared.global"):
             to, at, some = self.address(args[0]), self.address(args[1]), self.value(args[3]) > 0
             for i in range(16):
-                self.shared[to + i] = self.load(self.engram, at + i, 1, some).astype(np.uint8)
+                self.shared[to + i] = self.load(self.memory, at + i, 1, some).astype(np.uint8)
         elif op == "mov.b32" and args[0].startswith("{"):
             for k, word in enumerate(words):
                 self.registers[word] = self.value(args[1]) >> U(16 * k) & U(0xFFFF)

@@ -43,7 +43,9 @@ def test_the_five_formats_are_decoded_from_a_path_and_any_kind_of_bytes(form, tm
         np.testing.assert_array_equal(np.asarray(untyped(source)), wanted)
 
 
-@pytest.mark.parametrize("source", [None, [[0, 1]], {"image": 3}, 5, 2.5, True, object(), (PNG,)], ids=lambda source: type(source).__name__)
+@pytest.mark.parametrize(
+    "source", [None, [[0, 1]], {"image": 3}, 5, 2.5, True, object(), (PNG,)], ids=lambda source: type(source).__name__
+)
 def test_what_is_no_image_is_one_line_that_names_its_type(source):
     with pytest.raises(images.ImageError, match=rf"a {type(source).__name__}, not a Pillow image[^\n]*$"):
         untyped(source)

@@ -105,7 +105,7 @@ class Lanes(Machine):
             at = self.address(args[0])
             words = [self.value(word.strip()) for word in args[1].strip("{}").split(",")]
             for i in range(16):
-                self.engram[at + i] = (words[i // 4] >> np.uint64(8 * (i % 4)) & np.uint64(255)).astype(np.uint8)
+                self.memory[at + i] = (words[i // 4] >> np.uint64(8 * (i % 4)) & np.uint64(255)).astype(np.uint8)
         else:
             super().step(op, args, on)
 
@@ -120,7 +120,7 @@ def test_ptx_writes_an_accumulator_where_it_belongs():
             pair = value[row, at] | value[row, at + 1].astype(np.uint64) << np.uint64(16)
             lanes.registers[f"${2 + 2 * block + half}"] = pair.astype(np.uint64)
     lanes.run(forward.store_ptx(1024, part))
-    got = lanes.engram[base : base + 64 * 1024].view(np.uint16).reshape(64, 512)
+    got = lanes.memory[base : base + 64 * 1024].view(np.uint16).reshape(64, 512)
     np.testing.assert_array_equal(got[:, column : column + part], value)
     assert (got[:, :column] == 0xABAB).all() and (got[:, column + part :] == 0xABAB).all()
 
