@@ -21,6 +21,11 @@ MESH_AXES = ("data", "expert")
 Path = tuple[Any, ...]  # of a parameter: ("layers", 3, "ffn", "experts", "w1", "weight")
 
 
+def dotted(path: Path) -> str:
+    """A parameter's name."""
+    return ".".join(map(str, path))
+
+
 def automatic(mesh: Mesh | AbstractMesh) -> Any:
     """The mesh with automatic axes. Raises ValueError for an axis that has no meaning here."""
     for name in mesh.axis_names:
@@ -61,7 +66,7 @@ def placements(params: nnx.Module, mesh: Mesh | AbstractMesh) -> dict[Path, Name
         spec = [on.get(axis) for axis in leaf.get_metadata("out_sharding")]
         for axis, size, over in zip(leaf.get_metadata("out_sharding"), leaf.shape, spec, strict=True):
             if over is not None and size % mesh.shape[over]:
-                width, name = mesh.shape[over], ".".join(map(str, path))
+                width, name = mesh.shape[over], dotted(path)
                 uneven.append(f"{name}: axis {axis!r} of {size} does not divide over mesh axis {over!r} of {width}")
         found[path] = NamedSharding(mesh, P(*spec) if any(spec) else P())
     if uneven:

@@ -31,7 +31,7 @@ from dsv41_jax.nn.replay import Tail, run_above_cut, run_below_cut
 from dsv41_jax.nn.transformer import Call, Output, Transformer, abstract_parameters
 from dsv41_jax.nn.vision import embed_patches
 from dsv41_jax.numerics import Numerics, check_backend
-from dsv41_jax.sharding import mesh_of, shard_batch
+from dsv41_jax.sharding import dotted, mesh_of, shard_batch
 from pallas_kernels import mhc
 
 Options = Mapping[str, str | int | bool]  # of XLA's compiler
@@ -55,8 +55,7 @@ def check_parameters(cfg: Config, params: Transformer) -> None:
             layer = next((plan for plan in cfg.layers if path[:2] == ("layers", plan.id)), None)
             where = "the config" if layer is None else f"layer {layer.id} as {layer.mode}"
             has = f"has it as {list(held[path])}" if path in held else "has none"
-            name = ".".join(map(str, path))
-            raise ValueError(f"config: {where} needs {name} {list(leaf.shape)}, and the model {has}")
+            raise ValueError(f"config: {where} needs {dotted(path)} {list(leaf.shape)}, and the model {has}")
 
 
 def split_for_kernels(params: Transformer) -> Transformer:
@@ -94,7 +93,8 @@ class Programs:
         same = self._bound is not None and structure == self._bound[1]
         if same and all(new is old for new, old in zip(leaves, self._bound[0], strict=True)):
             return
-        check_parameters(self.cfg, params)
+        if not same or any(new.shape != old.shape for new, old in zip(leaves, self._bound[0], strict=True)):
+            check_parameters(self.cfg, params)
         mesh = mesh_of(leaves)
         check_backend(self.numerics.backend, 1 if mesh is None else mesh.size)
         if self.numerics.backend == "pallas":

@@ -23,7 +23,6 @@ from dsv41_jax.files.expected import (
     ParameterPath,
     by_parameter,
     differences,
-    dotted,
     expected_tables,
     flat_parameters,
 )
@@ -33,6 +32,7 @@ from dsv41_jax.files.orbax import HEADERS, MANIFEST, TABLES, OrbaxCheckpoint
 from dsv41_jax.files.orbax_writer import Writer, require_replaceable
 from dsv41_jax.files.safetensors import Checkpoint, parse_header
 from dsv41_jax.nn.transformer import abstract_parameters
+from dsv41_jax.sharding import dotted
 from dsv41_jax.untrusted import read
 
 SINGLE_FILE_BYTES = 5_000_000_000

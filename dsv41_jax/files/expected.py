@@ -16,6 +16,7 @@ from flax import nnx
 
 from dsv41_jax.config import Config
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
+from dsv41_jax.sharding import dotted
 
 DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -42,11 +43,6 @@ class Expected:
     def nbytes(self) -> int:
         """Stored bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-def dotted(path: ParameterPath) -> str:
-    """A parameter's name."""
-    return ".".join(map(str, path))
 
 
 def flat_parameters(params: Transformer) -> dict[ParameterPath, nnx.Variable]:
@@ -77,8 +73,9 @@ def expected_tensors(cfg: Config, params: Transformer | None = None) -> dict[str
             expected[dotted(path)] = Expected(dtype, shape, path)
             continue
         at = path.index("experts") + 1
+        stack, matrix = dotted(path[:at]), dotted(path[at:])
         for expert in range(shape[0]):
-            expected[dotted((*path[:at], expert, *path[at:]))] = Expected(dtype, shape[1:], path, expert)
+            expected[f"{stack}.{expert}.{matrix}"] = Expected(dtype, shape[1:], path, expert)
     return expected | expected_tables(cfg)
 
 

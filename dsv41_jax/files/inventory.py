@@ -11,9 +11,9 @@ from collections import Counter
 from jax.sharding import AbstractMesh, Mesh
 
 from dsv41_jax.config import Config
-from dsv41_jax.files.expected import Expected, dotted, flat_parameters
+from dsv41_jax.files.expected import Expected, flat_parameters
 from dsv41_jax.nn.transformer import Transformer
-from dsv41_jax.sharding import placements
+from dsv41_jax.sharding import dotted, placements
 
 
 def part_of(name: str) -> str:

@@ -26,9 +26,9 @@ from jaxtyping import UInt8
 from dsv41_jax.config import Config
 from dsv41_jax.engine.tables import DeviceTable, Table, check_placement
 from dsv41_jax.files.directory import CheckpointError, Progress
-from dsv41_jax.files.expected import DTYPES, Expected, by_parameter, dotted, table_names
+from dsv41_jax.files.expected import DTYPES, Expected, by_parameter, table_names
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
-from dsv41_jax.sharding import automatic, placements, sharded_rows
+from dsv41_jax.sharding import automatic, dotted, placements, sharded_rows
 
 Loaded = MutableMapping[str, Any]  # by name, arrays of devices or of the host
 Index = tuple[slice, ...]

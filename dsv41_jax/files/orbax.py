@@ -38,7 +38,6 @@ from dsv41_jax.files.expected import (
     Expected,
     ParameterPath,
     differences,
-    dotted,
     expected_tables,
     expected_tensors,
     flat_parameters,
@@ -46,7 +45,7 @@ from dsv41_jax.files.expected import (
 )
 from dsv41_jax.files.load import Loaded, TensorInfo, load_tables
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
-from dsv41_jax.sharding import placements
+from dsv41_jax.sharding import dotted, placements
 from dsv41_jax.untrusted import read
 
 MANIFEST, PARAMETERS, TABLES, HEADERS = (f"{ROOT}/{name}" for name in ("MANIFEST", "parameters", "engram", "headers"))

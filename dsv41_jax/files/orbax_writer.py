@@ -21,7 +21,7 @@ from dsv41_jax import atomic
 from dsv41_jax.config import Config
 from dsv41_jax.engine.tables import DeviceTable, Table
 from dsv41_jax.files.directory import BLOCK_BYTES, ROOT, CheckpointError, Progress, inside
-from dsv41_jax.files.expected import ParameterPath, differences, dotted, expected_tables, flat_parameters, kinds
+from dsv41_jax.files.expected import ParameterPath, differences, expected_tables, flat_parameters, kinds
 from dsv41_jax.files.inventory import shard_of
 from dsv41_jax.files.orbax import (
     PARAMETERS,
@@ -36,6 +36,7 @@ from dsv41_jax.files.orbax import (
     sha256_of,
 )
 from dsv41_jax.nn.transformer import Transformer, abstract_parameters
+from dsv41_jax.sharding import dotted
 
 PART_BYTES, CHUNK_BYTES = 1 << 30, 64 << 20
 Value = Callable[[ParameterPath], jax.Array | np.ndarray]

@@ -24,10 +24,11 @@ from dsv41_jax import atomic
 from dsv41_jax.config import Config
 from dsv41_jax.engine.snapshot import Snapshot
 from dsv41_jax.engine.tables import EngramLookup
-from dsv41_jax.files.expected import DTYPES, dotted, flat_parameters
+from dsv41_jax.files.expected import DTYPES, flat_parameters
 from dsv41_jax.files.safetensors import read_header, write_tensors
 from dsv41_jax.nn.transformer import Transformer
 from dsv41_jax.numerics import Numerics
+from dsv41_jax.sharding import dotted
 from dsv41_jax.untrusted import cut, few, shown
 
 KIND = "dsv41-jax cache snapshot 2"
